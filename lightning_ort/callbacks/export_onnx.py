@@ -168,7 +168,7 @@ class ExportOnnxCallback(lightning_bases.Callback):
     def _try(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         """Export the training step to nowhere: what it does may not be part of a model."""
         from lightning_ort.onnx_export.failure import ExportFailed
-        from lightning_ort.onnx_export.training.steps import defines
+        from lightning_ort.onnx_export.training.steps import TRANSFER_HOOKS, defines
 
         self._tried = True
         self._batch = batch if self._batch is None else self._batch
@@ -180,9 +180,7 @@ class ExportOnnxCallback(lightning_bases.Callback):
             tell = rank_zero_warn if exported.momentum else _log.info
             tell(f"{type(pl_module).__name__}.training_step can be exported{exported.left_out}")
         except ExportFailed as error:
-            moved = [
-                name for name in ("on_before_batch_transfer", "on_after_batch_transfer") if defines(pl_module, name)
-            ]
+            moved = [name for name in TRANSFER_HOOKS if defines(pl_module, name)]
             if self.sample is not None or not moved:
                 raise
             raise ExportFailed(

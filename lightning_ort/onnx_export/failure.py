@@ -25,8 +25,11 @@ class ExportFailed(Exception):
     """A module cannot be exported, or the exported model does not give the module's results."""
 
 
-def explain(error: BaseException) -> str:
-    """Return what an exception of ``torch.onnx.export`` is about: the op or construct, the user's line, and advice."""
+def explain(error: BaseException, branches: str = "torch.where or torch.cond") -> str:
+    """Return what an exception of an export is about: the op or construct, the user's line, and advice.
+
+    ``branches`` are the functions that can express branches there.
+    """
     chain = list(_chain(error))
     first, _, rest = str(chain[-1]).strip().partition("\n")
     is_internal = isinstance(chain[-1], NotImplementedError) or type(chain[-1]).__name__ == _BRANCH
@@ -34,7 +37,7 @@ def explain(error: BaseException) -> str:
     if first.endswith(":"):
         summary += f" {rest.strip().partition(chr(10))[0]}"
     if type(chain[-1]).__name__ == _BRANCH:
-        advice = "a branch or size depends on the values of tensors, which torch.where or torch.cond can express"
+        advice = f"a branch or size depends on the values of tensors, which {branches} can express"
         summary = f"{advice} ({summary})"
     line = None
     for link in reversed(chain):

@@ -17,6 +17,7 @@ from lightning_ort.compat.lightning import TRAINER_ATTRIBUTE
 from lightning_ort.compat.step_trace import note_forward
 from lightning_ort.compat.torch import tree_map, without_tracing
 from lightning_ort.compat.torchmetrics import keywords_of, value_of_batch
+from lightning_ort.compiler.graphs.nodes import reached
 from lightning_ort.compiler.running.eager_runs import versions_of
 from lightning_ort.onnx_export.export import modes_kept
 from lightning_ort.onnx_export.failure import ExportFailed
@@ -29,6 +30,7 @@ from lightning_ort.strategies.capture.shims import Shims
 log = logging.getLogger(__name__)
 
 _MANUAL = ("all_gather", "clip_gradients", "lr_schedulers", "manual_backward", "optimizers", "print")
+TRANSFER_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 _ONCE_AN_UPDATE = ("on_before_zero_grad", "on_before_optimizer_step")
 _STEP_HOOKS = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
 # numbers of batches: a model is traced with the first, and compared with a module that gets the others in turn
@@ -95,7 +97,7 @@ class Step:
         trains = self.name == "training_step"
         shims.install()
         try:
-            for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            for hook in TRANSFER_HOOKS:
                 batch = self._hook(hook, batch, 0)
             answer = self._hook("on_train_batch_start", batch, number) if trains else None
             if type(answer) is int and answer == -1:
@@ -315,11 +317,8 @@ def _validate(module: nn.Module, batch: Any) -> None:
 def _refuse_written(traces: Mapping[str, Trace]) -> None:
     """Raise :class:`StepFailed` if validation writes to a tensor that makes a difference to what models return."""
     evaluation, training = traces["evaluation"], traces["training"]
-    todo, reached = [*evaluation.results.values()], set[Any]()
-    while todo:
-        reached.add(node := todo.pop())
-        todo += [one for one in node.all_input_nodes if one not in reached]
-    read = {name for name, node in evaluation.state.items() if node in reached}
+    of_results = reached(evaluation.results.values(), lambda node: node.all_input_nodes)
+    read = {name for name, node in evaluation.state.items() if node in of_results}
     read |= {name for name, node in training.state.items() if node.users}
     if found := sorted(read & evaluation.written.keys()):
         raise StepFailed(

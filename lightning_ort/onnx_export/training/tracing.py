@@ -173,7 +173,7 @@ def _rows_asked_for(trace: Trace, sizes: Sizes) -> str | None:
 
 
 def _explained(error: BaseException) -> str:
-    text = explain(error).replace("torch.where or torch.cond", "torch.where")
+    text = explain(error, branches="torch.where")
     if "HigherOrderOperator" not in text:
         return text
     line = text.partition("\n")[2]

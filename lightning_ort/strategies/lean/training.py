@@ -47,6 +47,7 @@ class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
     @override
     def advance(self, data_fetcher: Any) -> None:
         lean, trainer = self._lean, self.trainer
+        # a LeanFetcher has it, and isinstance with Lightning's abstract class is a call of Python's
         if self._restarting or "_lean" not in data_fetcher.__dict__ or not lean.begin():
             return super().advance(data_fetcher)
         if self.val_loop.__dict__[RESTARTING]:

@@ -283,6 +283,12 @@ def _best_so_far(is_better: Callable[[Tensor, Tensor], Tensor]) -> Callable[...,
     return function
 
 
+def _entries(x: Tensor, places: Tensor, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """The one entry at each place along a dimension, and the places."""
+    found = x.gather(dim, places)
+    return (found, places) if keepdim else (found.squeeze(dim), places.squeeze(dim))
+
+
 def _kth_of(x: Tensor, k: int, dim: int = -1, keepdim: bool = False, nan: bool = False) -> tuple[Tensor, Tensor]:
     """The k-th smallest along a dimension, where NaN are the largest, or with ``nan`` a NaN if there is one."""
     if x.dim() == 0:
@@ -291,8 +297,7 @@ def _kth_of(x: Tensor, k: int, dim: int = -1, keepdim: bool = False, nan: bool =
     if nan:
         is_nan = x.isnan()
         places = torch.where(is_nan.any(dim, True), is_nan.float().argmax(dim, True), places)
-    found = x.gather(dim, places)
-    return (found, places) if keepdim else (found.squeeze(dim), places.squeeze(dim))
+    return _entries(x, places, dim, keepdim)
 
 
 def _median_along(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -304,8 +309,7 @@ def _nanmedian_along(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor
         return x * 1, torch.zeros_like(x, dtype=torch.int64)
     middle = ((~x.isnan()).sum(dim, True) - 1).clamp(min=0) // 2
     places = x.detach().sort(dim=dim)[1].gather(dim, middle)
-    found = x.gather(dim, places)
-    return (found, places) if keepdim else (found.squeeze(dim), places.squeeze(dim))
+    return _entries(x, places, dim, keepdim)
 
 
 def _mode(x: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -321,8 +325,7 @@ def _mode(x: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tens
     ranks = torch.ones_like(order).cumsum(-1)
     last = torch.where(values == first, ranks, 0).float().argmax(-1, True)
     places = order.gather(-1, last).movedim(-1, dim)
-    found = x.gather(dim, places)
-    return (found, places) if keepdim else (found.squeeze(dim), places.squeeze(dim))
+    return _entries(x, places, dim, keepdim)
 
 
 def _middle(x: Tensor, along: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
