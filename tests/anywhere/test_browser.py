@@ -125,7 +125,7 @@ TRAINS = """(async () => {
   const sessionOptions = { executionProviders: ['%s'], logSeverityLevel: 3 };
   const training = await Training.load('/model', { ort, sessionOptions });
   const steps = [], losses = [];
-  const [values] = readState(await (await fetch('/batches.safetensors')).arrayBuffer());
+  const [values] = await readState(await (await fetch('/batches.safetensors')).arrayBuffer());
   for (const [key, { dtype, data, shape }] of Object.entries(values)) {
     const [number, field] = key.split('/');
     (steps[number] ??= {})[field] = new ort.Tensor(dtype, data, shape);

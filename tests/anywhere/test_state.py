@@ -4,10 +4,12 @@ import array
 import collections
 import contextvars
 import functools
+import gc
 import importlib
 import itertools
 import queue
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,15 +150,37 @@ def test_what_changes_in_each_step_is_refused(case: str) -> None:
         check_repeats(module.step, module, "Step")
 
 
-def test_what_changes_in_installed_packages_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     package = tmp_path / "site-packages" / "counting_package.py"
     package.parent.mkdir()
-    package.write_text("count = 0\n\ndef scaled(x):\n    global count\n    count += 1\n    return x * 2\n")
+    package.write_text("count = 0\n\ndef scaled(*_):\n    global count\n    count += 1\n\ndef get():\n    return 0\n")
     monkeypatch.syspath_prepend(package.parent)
-    counting = importlib.import_module("counting_package")
+    monkeypatch.delitem(sys.modules, "counting_package", raising=False)
+    return importlib.import_module("counting_package")
+
+
+def test_what_changes_in_installed_packages_is_refused(counting: Any) -> None:
     module = Keeping(None, lambda _: counting.scaled(1))
     with pytest.raises(ExportFailed, match=r"^Step changes counting_package\.count, which a model cannot hold"):
         check_repeats(module.step, module, "Step")
+
+
+def test_what_a_collection_of_garbage_calls_is_not_the_steps(counting: Any) -> None:
+    module = Keeping(None, lambda _: [[] for _ in range(10_000)])
+    gc.callbacks.append(counting.scaled)
+    try:
+        check_repeats(module.step, module, "Step")
+        before = counting.count
+        module.step(0)
+        assert counting.count > before
+    finally:
+        gc.callbacks.remove(counting.scaled)
+
+
+def test_modules_that_run_in_the_second_of_two_steps_only_do_not_change(counting: Any) -> None:
+    ways = itertools.cycle([lambda: 0, counting.get])
+    check_repeats(lambda _: {"loss": torch.tensor(next(ways)())}, nn.Linear(2, 1), "Step")
 
 
 def test_what_runs_between_steps_makes_no_difference_to_them() -> None:

@@ -55,7 +55,9 @@ def check_repeats(
         first: dict[str, Value] = {}
         for number in _NUMBERS:
             before = _after(run, module, what, number, called)
-            again = _after(run, module, what, number, called)
+            later: dict[str, dict[str, Any]] = {}  # compared from the next batch on
+            again = _after(run, module, what, number, called, later)
+            called |= later
             if changed := _changed(before[1], again[1], before[2], again[2]):
                 names = dict.fromkeys(name.partition("'s ")[0] for name in sorted(changed))
                 raise ExportFailed(
@@ -98,14 +100,18 @@ def _after(
     what: str,
     number: int,
     called: dict[str, dict[str, Any]],
+    new: dict[str, dict[str, Any]] | None = None,
 ) -> tuple[dict[str, Value], dict[str, Value], dict[str, int]]:
-    """Run a step: what it returns, what is in Python after it, and the lengths of containers there."""
+    """Run a step: what it returns, what is in Python after it, and the lengths of containers there.
+
+    The global variables of ``called`` are a part of it. Modules whose functions run are added to it, or to ``new``.
+    """
     with Restored(module, gradients=True):
         torch.manual_seed(0)
         for parameter in module.parameters():
             parameter.grad = None
         try:
-            with _noting_modules(called):
+            with _noting_modules(called if new is None else new):
                 results = snapshot({"result": dict(run(number))}) | gradients(module)
         except ExportFailed:
             raise
@@ -144,18 +150,21 @@ def _reached(module: nn.Module) -> dict[str, Any]:
 @contextmanager
 def _noting_modules(called: dict[str, dict[str, Any]]) -> Iterator[None]:
     """Add the global variables of modules whose functions run in the block, by the module."""
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
 
     def note(frame: types.FrameType, event: str, _: Any) -> None:
         name = frame.f_globals.get("__name__")
         if event == "call" and type(name) is str:
             called.setdefault(name, frame.f_globals)
 
+    gc.disable()  # what a collection calls is not the step's, and it comes at any time
     sys.setprofile(note)
     try:
         yield
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
 
 
 @contextmanager
