@@ -117,7 +117,8 @@ def _without_profiling(step: Any) -> Any:
     return getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
 
 
-_STEPS = {kind: _without_profiling(kind.step) for kind in FUSED_KERNELS}
+# torch's own `step` of their classes, without hooks
+STEPS = {kind: _without_profiling(kind.step) for kind in FUSED_KERNELS}
 
 
 def only_step_hooks(optimizer: Optimizer) -> Iterable[Callable[..., Any]] | None:
@@ -131,7 +132,7 @@ def only_step_hooks(optimizer: Optimizer) -> Iterable[Callable[..., Any]] | None
     if (
         not (step is None or (isinstance(step, (FunctionType, MethodType)) and hasattr(step, "_wrapped_by_lr_sched")))
         or not isinstance(kind.step, FunctionType)  # a mock, which counts who asks for its hash
-        or _without_profiling(kind.step) is not _STEPS.get(kind)
+        or _without_profiling(kind.step) is not STEPS.get(kind)
         or own.get("grad_scale") is not None
         or own.get("found_inf") is not None
         or own["_optimizer_step_post_hooks"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 from lightning_ort.compat.torch import is_zero_tensor
-from lightning_ort.compat.torch_optimizers import pop_amp_scaling_mark, shard_of
+from lightning_ort.compat.torch_optimizers import STEPS, pop_amp_scaling_mark, shard_of
 from lightning_ort.optim.fused_update import CHECK
 from lightning_ort.optim.param_groups import name_of, sparse_embedding
 from lightning_ort.optim.registry import TORCH_FLAGS, runs
@@ -91,7 +91,7 @@ def _after_steps(cls: type[optim.Optimizer], device_type: str, dtype: torch.dtyp
     optimizer = cls([parameter], lr=0.1, fused=fused, foreach=False, **momentum)  # type: ignore[call-arg]
     parameter.grad = parameter.detach().clone()
     for _ in range(3):
-        optimizer.step()
+        STEPS[cls](optimizer)  # not what somebody may have put in its place, and without hooks of all optimizers
     return parameter.detach()
 
 

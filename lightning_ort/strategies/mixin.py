@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 
 _DEFAULT = ORTConfig()
+# methods of Lightning's strategy that a step may go without
+OF_STEP = ("training_step", "backward", "optimizer_step")
 
 
 class ORTMixin(lightning_bases.Strategy):
@@ -82,7 +84,9 @@ class ORTMixin(lightning_bases.Strategy):
     namespace: ClassVar[LightningNamespace]
     strategy_name: ClassVar[str]
     _names: ClassVar[StrategyNames]
-    stock_backward: ClassVar[Callable[..., Any]]  # Lightning's own, whatever somebody puts in its place
+    stock_class: ClassVar[Any]  # Lightning's strategy, and methods of it, whatever somebody puts in their place
+    stock_step: ClassVar[Mapping[str, Callable[..., Any]]]
+    stock_backward: ClassVar[Callable[..., Any]]
     # takes the keyword arguments that Lightning's strategy passes on, such as torch's DistributedDataParallel
     wrapper: ClassVar[type | None] = None
 
@@ -120,7 +124,11 @@ class ORTMixin(lightning_bases.Strategy):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if (namespace := namespace_of(cls)) is not None:
-            cls.namespace, cls.stock_backward = namespace, super().backward
+            cls.namespace = namespace
+            stock: Any = next(base for base in cls.__mro__ if base.__module__.startswith(namespace.package))
+            cls.stock_class = stock
+            cls.stock_step = {name: getattr(stock, name) for name in OF_STEP}
+            cls.stock_backward = stock.backward
             read = super().precision_plugin.fget  # type: ignore[attr-defined]
             # Lightning reads it seven times a step, which a property that calls the other would double
             cls.precision_plugin = property(read, ORTMixin._set_precision_plugin)  # type: ignore[assignment]
@@ -213,8 +221,10 @@ class ORTMixin(lightning_bases.Strategy):
     @property
     def is_stock_step(self) -> bool:
         """Whether a step is what Lightning and this class make of it, and its update may be called directly."""
-        names = ("training_step", "backward", "optimizer_step")
-        return self._updates and all(getattr(type(self), name) is getattr(ORTMixin, name) for name in names)
+        return self._updates and all(
+            getattr(type(self), name) is getattr(ORTMixin, name) and getattr(self.stock_class, name) is stock
+            for name, stock in self.stock_step.items()
+        )
 
     @property
     def is_watched(self) -> bool:
@@ -256,7 +266,8 @@ class ORTMixin(lightning_bases.Strategy):
                     clip()
                     optimizer.step()
             return result
-        if kwargs or not self._updates or not may_update(optimizer):
+        is_stock = self._updates and self.stock_class.optimizer_step is self.stock_step["optimizer_step"]
+        if kwargs or not is_stock or not may_update(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         result = closure_of_step(self.precision_plugin, model or self.lightning_module, optimizer, closure)
         self.update(optimizer)
@@ -326,8 +337,8 @@ class ORTMixin(lightning_bases.Strategy):
 def _keywords_of(kind: type[ORTMixin]) -> list[str]:
     """Return the keyword arguments of a strategy: ours, those of Lightning's strategy, and those of its wrapper."""
     order = kind.__mro__
-    stock = next(base for base in order if base.__module__.startswith(kind.namespace.package))
-    kinds = [*order[order.index(ORTMixin) : order.index(stock) + 1], *([kind.wrapper] if kind.wrapper else [])]
+    last = order.index(kind.stock_class)
+    kinds = [*order[order.index(ORTMixin) : last + 1], *([kind.wrapper] if kind.wrapper else [])]
     parameters = [one for base in kinds for one in inspect.signature(base.__init__).parameters.values()]  # type: ignore[misc]
     names = dict.fromkeys(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
     return [name for name in names if name not in ("self", "module")]

@@ -10,6 +10,7 @@ from lightning_ort._arguments import names_its_arguments
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning import WRAP_CLOSURE
+from lightning_ort.compat.lightning_sources import unknown_function
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.optim import registry
 from lightning_ort.optim.registry import OptimName
@@ -107,7 +108,8 @@ def steps_with_closure(strategy: "Strategy", namespace: LightningNamespace, with
         and strategy.precision_plugin.precision == "bf16-mixed"
     )
     is_plain = is_plain and getattr(kind, WRAP_CLOSURE) is getattr(precision, WRAP_CLOSURE)
-    return is_plain and own.optimizer_step is base.optimizer_step
+    # somebody may have put something in the place of Lightning's own
+    return is_plain and own.optimizer_step is base.optimizer_step and not unknown_function(namespace)
 
 
 def swap_optimizers(swap: OptimizerSwap, trainer: "pl.Trainer") -> None:

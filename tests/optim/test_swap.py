@@ -5,14 +5,16 @@ import gc
 import importlib.util
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.imports import RequirementCache
 from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_ort.optim import registry
+from lightning_ort.optim import fused, registry
 from lightning_ort.optim.anyprecision import AnyPrecisionAdamW
 from lightning_ort.optim.replacement import replace_in_place
 from lightning_ort.optim.swap import OptimizerSwap
@@ -605,3 +607,18 @@ def test_a_wrapper_that_goes_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     del optimizer
     gc.collect()
     assert FreesMemory.freed == ["AdamW"]
+
+
+def test_what_torchs_kernels_can_do_is_not_asked_of_a_mock() -> None:
+    """The answer holds for the process: a step that does nothing would make a fused kernel right that is not."""
+    steps = []
+    fused._has_fused_kernel.cache_clear()
+    with mock.patch.object(optim.SGD, "step") as step:
+        hook = register_optimizer_step_pre_hook(lambda *args: steps.append(args))
+        module = nn.Linear(3, 3, dtype=torch.bfloat16)
+        swap("auto", module, optim.SGD(module.parameters(), lr=0.1))
+        hook.remove()
+    assert not step.called
+    assert not steps
+    report = swap("auto", module, optim.SGD(module.parameters(), lr=0.1))
+    assert "no working fused SGD for torch.bfloat16" in report.reason

@@ -220,6 +220,40 @@ def test_mocks_in_lightnings_classes_are_called(
     assert (trainer.strategy.report.ort_runs > 0) == (strategy is always)
 
 
+@pytest.mark.parametrize("first", [0, 9], ids=["before the run", "in it"])
+@pytest.mark.parametrize("strategy", [always, ORTStrategy], ids=["captured", "unchanged"])
+def test_methods_that_come_in_the_place_of_lightnings_are_called(
+    strategy: Callable[[], ORTStrategy], first: int, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def replace(name: str) -> None:
+        stock = getattr(Strategy, name)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return stock(self, *args, **kwargs)
+
+        monkeypatch.setattr(Strategy, name, method)
+
+    names = ("training_step", "backward", "optimizer_step")
+
+    class Replaces(Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == first > 0:
+                for name in names:
+                    replace(name)
+
+    if not first:
+        for name in names:
+            replace(name)
+    trainer = make_trainer(strategy=strategy(), callbacks=[Replaces()], max_epochs=4)
+    trainer.fit(Small())
+    assert trainer.global_step > first
+    assert {name: called.count(name) for name in names} == dict.fromkeys(names, trainer.global_step - first)
+    assert (trainer.strategy.report.ort_runs > 0) == (strategy is always)
+
+
 def test_a_mocked_clock_is_for_others(make_trainer: Callable[..., Any]) -> None:
     """A test of somebody's callback says what each of the calls that Lightning makes reads."""
     with mock.patch("time.perf_counter", side_effect=AssertionError):

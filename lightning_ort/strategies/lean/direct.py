@@ -25,7 +25,8 @@ from lightning_ort.strategies.lean.remembered import Remembered
 
 SKIPPED = "`training_step` returned `None`. If this was on purpose, ignore this warning..."  # as Lightning says it
 _AROUND = ("pre_backward", "post_backward")
-_OF_STRATEGY = ("training_step", "backward", *_AROUND, "optimizer_step")
+_OF_STEP = ("training_step", "backward", "optimizer_step")
+_OF_STRATEGY = (*_OF_STEP, *_AROUND)
 _OF_CLOSURE = ("optimizer_step", WRAP_CLOSURE, AFTER_CLOSURE, "train_step_context", "forward_context")
 _OF_PRECISION = (*_OF_CLOSURE, "backward", *_AROUND, "clip_gradients")
 _OF_WRAPPER = ("step", "_on_before_step", "_on_after_step")
@@ -54,7 +55,14 @@ class DirectStep:
         self._optimizer = Remembered(
             functools.partial(_directly, lean, self._wrappers),
             (lean.module, ("optimizer_step",)),
-            (lean.strategy, (*_OF_STRATEGY, *(f"{PRECISION}.{name}" for name in _OF_PRECISION))),
+            (
+                lean.strategy,
+                (
+                    *_OF_STRATEGY,
+                    *(f"stock_class.{name}" for name in _OF_STEP),
+                    *(f"{PRECISION}.{name}" for name in _OF_PRECISION),
+                ),
+            ),
             *((wrapper, (WRAPPED, *_OF_WRAPPER)) for wrapper in wrappers),
         )
 
