@@ -169,7 +169,9 @@ is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 
 
 def sizes_of_tensor(tensor: torch.Tensor) -> str:
-    """The sizes of a tensor as a text; one that is nested has none, or raises if it is asked (torch 2.13)."""
+    """The sizes of a tensor as a text; one that is lazy or nested has none, or raises if it is asked (torch 2.13)."""
+    if nn.parameter.is_lazy(tensor):
+        return "lazy"
     return "nested" if tensor.is_nested else str(tuple(tensor.shape))
 
 

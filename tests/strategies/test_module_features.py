@@ -200,6 +200,16 @@ def lazy(trainers: Trainers) -> Any:
     return fit(Lazy(), trainers())
 
 
+@feature("Modules", "`nn.LazyLinear`, made by the first step")
+def made_by_first_step(trainers: Trainers) -> Any:
+    class Lazy(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(3))
+
+    return fit(Lazy(), trainers())
+
+
 @feature("Modules", "`torch.jit.script` of a child")
 def scripted(trainers: Trainers) -> Any:
     class Scripted(Small):

@@ -158,7 +158,7 @@ def _milliseconds(events: list[Event]) -> dict[str, float]:
 
 def _describe(module: nn.Module) -> str:
     classes = [f"{name} {type(child).__module__}.{type(child).__qualname__}" for name, child in module.named_modules()]
-    tensors = [f"{name} {p.dtype} {tuple(p.shape)} {p.requires_grad}" for name, p in module.named_parameters()]
+    tensors = [f"{name} {p.dtype} {sizes_of_tensor(p)} {p.requires_grad}" for name, p in module.named_parameters()]
     return "\n".join(classes + tensors)
 
 
