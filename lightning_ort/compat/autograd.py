@@ -67,13 +67,6 @@ def is_graph_argument(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.name.startswith(("primals", "arg"))
 
 
-def is_recomputed(node: fx.Node) -> bool:
-    """Whether activation checkpointing wants a node of a joint graph to be computed again (torch 2.13)."""
-    from torch._functorch.partitioners import must_recompute  # not loaded with torch: 0.2 s
-
-    return must_recompute(node)
-
-
 def is_checkpoint(node: fx.Node) -> bool:
     """Whether a node of dynamo's graph calls a function that is computed again in the backward pass (torch 2.13)."""
     return node.target is torch.ops.higher_order.tag_activation_checkpoint

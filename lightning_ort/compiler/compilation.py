@@ -17,7 +17,7 @@ from lightning_ort.compat.torch import boxed, without_fake_tensors
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.cache.kept_step import is_plain
 from lightning_ort.compiler.graphs.conflicts import Captured, InputWrites, conflict_of, in_eager
-from lightning_ort.compiler.graphs.nodes import device_of, has_separate_gradients, is_empty, is_random
+from lightning_ort.compiler.graphs.nodes import calls_torch, device_of, has_separate_gradients, is_empty, is_random
 from lightning_ort.compiler.lowering.one_graph import loss_of
 from lightning_ort.compiler.placement.placer import Placer
 from lightning_ort.compiler.reason import Reason, ReasonType
@@ -104,6 +104,9 @@ class Compilation:
         wanted = config.debug.step_graph == "joint" or (config.debug.step_graph == "auto" and self._request.one_graph)
         # after a graph break another result than the loss is differentiated
         if not wanted or config.activation_memory_budget not in (None, 1) or not is_last_graph(gm):
+            return None
+        # torch's own gradients are linear in that of the loss; what others write may clip it
+        if not all(map(calls_torch, gm.graph.nodes)):
             return None
         if has_separate_gradients(gm):  # two graphs can be kept until each result has had its backward pass
             text = "a result beside the loss has gradients of its own; `detach()` it unless they are wanted"

@@ -12,10 +12,8 @@ import torch
 from torch import fx, nn
 
 from lightning_ort.compat.torch import FakeTensorMode, OpOverload
-from lightning_ort.compiler.graphs.nodes import ANY_BYTE, GRADIENTS_FROM, MIXED
+from lightning_ort.compiler.graphs.nodes import ANY_BYTE, GRADIENTS_FROM, MIXED, NAMESPACES, calls_torch
 
-_NAMESPACES = ("aten", "prims", "lightning_ort")  # whose operations no program defines
-_OWN_MODULES = ("torch", "_operator", "operator", "builtins", "math")
 _META = (ANY_BYTE, MIXED, GRADIENTS_FROM)
 _KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -28,17 +26,7 @@ def is_plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
             return False
         if traced.layout is not torch.strided or not all(type(one) is int for one in (*traced.shape, *traced.stride())):
             return False
-    return all(map(_calls_torch, gm.graph.nodes))
-
-
-def _calls_torch(node: fx.Node) -> bool:
-    if node.op not in ("call_function", "call_method"):
-        return True
-    if isinstance(node.target, OpOverload):
-        return node.target.namespace in _NAMESPACES
-    function = getattr(torch.Tensor, node.target, None) if isinstance(node.target, str) else node.target
-    module = getattr(function, "__module__", None)  # methods of C++ have none
-    return function is not None and (module is None or module.partition(".")[0] in _OWN_MODULES)
+    return all(map(calls_torch, gm.graph.nodes))
 
 
 def to_plain(graph: fx.Graph) -> list[Any] | None:
@@ -55,7 +43,7 @@ def _plain_node(node: fx.Node, numbers: dict[fx.Node, int]) -> list[Any]:
     if node.op == "call_function":
         if node.target is operator.getitem:
             target = "getitem"
-        elif not isinstance(node.target, OpOverload) or node.target.namespace not in _NAMESPACES:
+        elif not isinstance(node.target, OpOverload) or node.target.namespace not in NAMESPACES:
             raise TypeError(target)
     elif node.op not in ("placeholder", "output"):
         raise TypeError(node.op)
@@ -112,7 +100,7 @@ def _function(name: str) -> Any:
     if name == "getitem":
         return operator.getitem
     namespace, packet, overload = name.split(".")
-    if namespace not in _NAMESPACES:
+    if namespace not in NAMESPACES:
         raise ValueError(name)
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 

@@ -71,6 +71,9 @@ IN_ORDER = torch.ops.lightning_ort.in_order.default
 aten = torch.ops.aten
 _Node = TypeVar("_Node")
 
+NAMESPACES = ("aten", "prims", "lightning_ort")  # whose operations no program defines
+_OWN_MODULES = ("torch", "_operator", "operator", "builtins", "math")
+
 # Executors run views inside a region; a view alone is no reason to make one.
 VIEWS = {
     aten.view.default,
@@ -124,6 +127,21 @@ def is_compute(node: fx.Node) -> bool:
         and node.target not in _NO_COMPUTE
         and not is_random(node)
     )
+
+
+def calls_torch(node: fx.Node) -> bool:
+    """Whether a node of a graph, as dynamo captured it, calls nothing but a function of torch or Python.
+
+    Operations that take functions, as backward functions and hooks are captured, count as functions of others.
+    """
+    if node.op not in ("call_function", "call_method"):
+        return node.op != "call_module"
+    function = getattr(torch.Tensor, node.target, None) if isinstance(node.target, str) else node.target
+    module = getattr(function, "__module__", None)  # methods of C++ have none
+    above, _, name = (module or "").rpartition(".")
+    if above in ("torch.ops", "torch._ops"):
+        return name in NAMESPACES
+    return function is not None and (module is None or module.partition(".")[0] in _OWN_MODULES)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -1,12 +1,12 @@
 """Makes one graph of a joint graph: forward pass, loss, backward pass and gradients, for :mod:`~..step_graph`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_ort.compat.autograd import half_of, is_higher_order, is_recomputed
+from lightning_ort.compat.autograd import half_of, is_higher_order
 from lightning_ort.compat.torch import is_contiguous_or_false
 from lightning_ort.compiler.graphs.nodes import (
     GRADIENTS_FROM,
@@ -14,7 +14,6 @@ from lightning_ort.compiler.graphs.nodes import (
     base_of,
     insert_call,
     is_static,
-    is_view,
     memory_order,
     reached,
     results_of,
@@ -48,17 +47,17 @@ def one_graph(joint: fx.GraphModule, num_fwd_outputs: int, loss_tangent: int) ->
         loss_tangent: Which of the tangents is the loss's.
 
     Returns:
-        The graph with the same inputs, but one tangent, and the same results, or ``None`` if there is none: blocks are
-        recomputed, a gradient is sparse, or the graph holds an operation of a higher order.
+        The graph with the same inputs, but one tangent, and the same results, or ``None`` if there is none: a gradient
+        is sparse, or the graph holds an operation of a higher order.
     """
-    if any(is_recomputed(node) or is_higher_order(node) for node in joint.graph.nodes):
+    if any(map(is_higher_order, joint.graph.nodes)):
         return None
     results = [node.meta["val"] for node in joint.graph.output_node().all_input_nodes]
     if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in results):
         return None  # sparse gradients
     tangents = [node for node in joint.graph.find_nodes(op="placeholder") if half_of(node) == "backward"]
     loss = tangents.pop(loss_tangent)
-    if not _drop_zeros(joint, tangents, loss) or not _is_linear(loss):
+    if not _drop_zeros(joint, tangents, loss):
         return None
     for node in tangents:
         joint.graph.erase_node(node)
@@ -90,85 +89,6 @@ def _drop_zeros(gm: fx.GraphModule, tangents: list[fx.Node], loss: fx.Node) -> b
     output.args = (fx.map_arg(output.args[0], lambda node: None if node in zeros else node),)
     gm.graph.eliminate_dead_code()
     return all(not node.users for node in tangents)
-
-
-# What is linear in the gradient that it is given, as are views and, in their first argument, torch's own backward
-# operations. A gradient's own backward function may do anything else with it, such as clip it.
-_LINEAR_NAMES = (
-    "_conj _conj_physical _fft_c2c _fft_c2r _fft_r2c _to_copy _unsafe_index _unsafe_index_put _unsafe_masked_index"
-    " _unsafe_view add addmm baddbmm bmm cat clone complex constant_pad_nd convert_element_type convolution copy cumsum"
-    " div dot flip gather getitem imag index index_add index_fill index_put index_select linalg_lu_solve"
-    " linalg_solve_triangular masked_fill masked_scatter mean mm mul mv neg real repeat roll rsub scatter scatter_add"
-    " select_scatter slice_scatter stack sub sum trace tril triu where"
-)
-_LINEAR = set(_LINEAR_NAMES.split())
-# which arguments become parts of the result
-_PARTS: dict[Any, tuple[int, ...]] = {
-    **dict.fromkeys((aten.addmm, aten.baddbmm), (0,)),
-    **dict.fromkeys((aten.add, aten.sub, aten.rsub, aten.slice_scatter, aten.select_scatter, aten.complex), (0, 1)),
-    **dict.fromkeys((aten.masked_fill, aten.masked_scatter, aten.constant_pad_nd), (0, 2)),
-    **dict.fromkeys((aten.index_put, aten._unsafe_index_put), (0, 2)),
-    **dict.fromkeys((aten.scatter, aten.scatter_add, aten.index_add, aten.index_fill), (0, 3)),
-    aten.where: (1, 2),
-}
-_ZEROS = (aten.zeros, aten.zeros_like, aten.new_zeros)
-_FILL_VALUES = {aten.full: 1, aten.full_like: 1, aten.scalar_tensor: 0}  # which argument
-_PRODUCTS = {
-    **dict.fromkeys((aten.mul, aten.mm, aten.bmm, aten.dot, aten.mv, aten.convolution), 0),
-    **dict.fromkeys((aten.addmm, aten.baddbmm), 1),
-}
-
-
-def _is_linear(loss: fx.Node) -> bool:
-    """Whether the gradients are linear in that of the loss, as far as the operations between them tell."""
-    of_loss = reached([loss], lambda node: (user for user in node.users if not _reads_only_sizes(user)))
-    for node in of_loss:
-        if node.op == "call_function" and not _is_linear_operation(node, of_loss):
-            return False
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
-            return False
-        if not all(part in of_loss or _is_zero(part) for part in _parts(node)):
-            return False  # such as a penalty's own term
-    return True
-
-
-def _is_linear_operation(node: fx.Node, of_loss: set[fx.Node]) -> bool:
-    op = _packet(node)
-    name = getattr(op or node.target, "__name__", "")
-    if "_backward" in name:
-        return of_loss.isdisjoint(other for other in node.all_input_nodes if other is not node.args[0])
-    if (op is aten.div and node.args[1] in of_loss) or node.kwargs.keys() & {"rounding_mode", "reduce"}:
-        return False
-    if op in _PRODUCTS and all(factor in of_loss for factor in node.args[_PRODUCTS[op] :][:2]):
-        return False
-    return is_view(node) or getattr(node.target, "is_view", False) or name in _LINEAR
-
-
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", None)
-
-
-def _reads_only_sizes(node: fx.Node) -> bool:
-    name = getattr(_packet(node), "__name__", "")
-    return name.endswith("_like") or name.startswith(("new_", "sym_"))
-
-
-def _parts(node: fx.Node) -> Sequence[Any]:
-    """The arguments that become parts of a node's result as they are."""
-    op = _packet(node)
-    if op in (aten.cat, aten.stack):
-        return node.args[0]  # type: ignore[return-value]
-    if op is aten.constant_pad_nd and len(node.args) < 3:
-        return ()
-    return [node.args[index] for index in _PARTS.get(op, ())]
-
-
-def _is_zero(value: Any) -> bool:
-    if isinstance(value, fx.Node):
-        op = _packet(value)
-        return op in _ZEROS or (op in _FILL_VALUES and bool(value.args[_FILL_VALUES[op]] == 0))
-    return bool(value == 0)
 
 
 def _other_addend(node: fx.Node, source: fx.Node) -> fx.Node | None:
