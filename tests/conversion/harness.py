@@ -39,7 +39,8 @@ def compile_function(
     graph = as_graph(fn, len(inputs), num_outputs)
     if backend.config.debug.step_graph != "joint":
         return backend(graph, list(inputs)), backend.report
-    # what dynamo says of a step: it ends here, and its result is a loss
+    # what dynamo says of a step: it ends here, its result is a loss, and it calls functions of torch or Python alone
+    fn.__module__ = operator.__name__
     graph.compile_subgraph_reason = SimpleNamespace(graph_break=False)
     graph.graph.output_node().all_input_nodes[0].meta["example_value"] = torch.zeros((), requires_grad=True)
     with tracing(TracingContext(FakeTensorMode(static_shapes=True))):
