@@ -4,7 +4,6 @@
 - ``region-<hash>.json`` and ``region-<hash>.onnx``: the timing and the model of a region
 - ``graphs-<hash>.json``: the report of a graph, and of its gradient, of which torch runs everything
 - ``step-<hash>.json``: a captured step as one graph with its gradients, lowered (:mod:`.kept_step`)
-- ``op-<hash>.json``: the time of each variant of an op
 - ``start-<hash>.json``: how long it took to start a module's step, and what that was worth
 
 The hash covers the graph (:mod:`.fingerprint`), or the module and its first batch; the versions
@@ -29,7 +28,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
-from lightning_ort._busy import Stopwatch, is_busy
 from lightning_ort.compat.torch import float32_matmul_precision
 from lightning_ort.compiler.cache import cache_folder
 from lightning_ort.compiler.cache.cache_folder import default_folder
@@ -75,7 +73,6 @@ class Cache:
 
     def __init__(self, config: ORTConfig) -> None:
         self._config = config
-        self._op_times: dict[str, dict[str, float]] = {}  # the same op occurs in several graphs
 
     @functools.cached_property
     def _folder(self) -> Path | None:
@@ -105,21 +102,6 @@ class Cache:
         if not any(reason is not None and reason.type.is_failure for reason in reasons):  # it may work the next time
             self.write(name, reasons)
         return answers
-
-    def times(
-        self, fingerprint: str, executor_key: tuple[str, ...], measure: Callable[[], dict[str, float]]
-    ) -> dict[str, float]:
-        """Return the ms of an op's variants, from the cache or ``measure``; those of a busy machine are not kept."""
-        name = self.name(fingerprint, executor_key, "op")
-        if name not in self._op_times:
-            times = self.read(name, dict[str, float])
-            if times is None:
-                watch = Stopwatch()
-                times = measure()
-                if times and not is_busy(watch.slowdown):
-                    self.write(name, times)
-            self._op_times[name] = times
-        return self._op_times[name]
 
     def name(self, fingerprint: str, executor_key: tuple[str, ...], kind: str = "region") -> str:
         """Return the name of the entry of a graph's region or op."""

@@ -18,7 +18,7 @@ VARIABLE = "LIGHTNING_ORT_CACHE_DIR"
 
 # far more than is ever written: a model contains shapes and scalars, no weights
 MAX_BYTES = 64 << 20
-_NAME = r"(graphs?|op|region|start|step)-[0-9a-f]{64}\.(json|onnx)"
+_NAME = r"(graphs?|region|start|step)-[0-9a-f]{64}\.(json|onnx)"
 _ENTRY = re.compile(_NAME)
 # what killed writers leave; a living one takes much less than a second
 _PARTIAL = re.compile(rf"{_NAME}\.[a-z0-9_]+\.tmp")

@@ -19,7 +19,7 @@ from torch import fx
 from lightning_ort.compat.autograd import tracing_modes
 from lightning_ort.compat.torch import OpOverload, expression_of, hint_of
 from lightning_ort.compiler.engines import ENGINES
-from lightning_ort.compiler.graphs.nodes import ANY_BYTE, MIXED, VARIANT, is_view, values_of
+from lightning_ort.compiler.graphs.nodes import ANY_BYTE, MIXED, is_view, values_of
 
 _PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
@@ -94,7 +94,7 @@ class _Lines:
             called = "" if node.op in ("placeholder", "output", "get_attr") else _name_of(node.target)
         if values is None:
             values = [] if node.op == "output" else values_of(node)
-        conversion = f"{node.meta.get(VARIANT, '')} {node.meta.get(ANY_BYTE, '')} {node.meta.get(MIXED, '')}"
+        conversion = f"{node.meta.get(ANY_BYTE, '')} {node.meta.get(MIXED, '')}"
         self._lines.append(f"{number} {op} {called} {arguments} {';'.join(map(self._kind, values))} {conversion}")
 
     def _kind(self, value: Any) -> str:

@@ -51,9 +51,10 @@ class Executor(ABC):
     def refusal(self, node: fx.Node) -> Reason | None:
         """Return why it cannot run a ``call_function`` node, neither random nor in ``torch_ops``, or ``None``."""
 
-    def op_variants(self, node: fx.Node) -> Sequence[str]:
-        """Return the ways of running a node alone, of which :mod:`.autotune` chooses one."""
-        return ()
+    @classmethod
+    def timed_ops(cls) -> frozenset[OpOverload]:
+        """Return the ops that torch may run much faster: where they are large, they are timed by themselves too."""
+        return frozenset()
 
     def thread_counts(self, region: Region) -> Sequence[int]:
         """Return the numbers of threads that are worth timing; the first is used where nothing is timed."""

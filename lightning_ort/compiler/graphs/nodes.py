@@ -106,8 +106,6 @@ _SIZES = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default}
 _CHECKS = {aten._assert_async.default, aten._assert_async.msg}
 # meta key of a boolean tensor in which any byte but 0 is true; onnxruntime expects 1
 ANY_BYTE = "any_byte"
-# meta key of a node whose op has several variants: the one that was chosen
-VARIANT = "variant"
 # meta key of a node that sets parts of a gradient to 0: if a NaN is in these parts, there are NaN elsewhere too
 MIXED = "mixed"
 # meta key of the output of a graph that returns gradients: from which result on

@@ -9,6 +9,7 @@ the graph is cut again, until every region stands. Under ``torch.use_determinist
 import dataclasses
 import functools
 import logging
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,10 +26,10 @@ from lightning_ort.compiler.cache.cache import Cache, Entry
 from lightning_ort.compiler.cache.fingerprint import fingerprint, node_fingerprint
 from lightning_ort.compiler.executors import registry
 from lightning_ort.compiler.executors.base import Executor
-from lightning_ort.compiler.graphs.nodes import is_compute, is_known, is_random, values_of
+from lightning_ort.compiler.graphs.nodes import int_hint, is_compute, is_known, is_random, is_view, values_of
+from lightning_ort.compiler.machine import openmp
 from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.placement import timing
-from lightning_ort.compiler.placement.autotune import OpAutotuner
 from lightning_ort.compiler.placement.timing import may_go_out_of_bounds
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.regions.region import (
@@ -39,6 +40,7 @@ from lightning_ort.compiler.regions.region import (
     Timing,
     copy_with_views,
     count_flops,
+    finalize_region,
     partition,
 )
 from lightning_ort.compiler.regions.reproducer import Reproducer
@@ -50,6 +52,8 @@ from lightning_ort.config import ORTConfig
 log = logging.getLogger(__name__)
 
 GROWTH = 1.05  # times the process's memory, and what timed regions have freed is given back before the next one
+_LARGE = 2**16  # elements: whoever runs a smaller op alone, it is fast
+_BORDERS_MS = 0.4  # what two more borders between regions cost: torch has to win by more than that
 _OUT_OF_BOUNDS = Reason(ReasonType.NOT_TIMED, "it reads or writes at positions that made-up inputs do not show")
 
 
@@ -66,6 +70,7 @@ class Placer:
     _reported_ops: set[str] = field(default_factory=set)
     # a transformer's layers have the same nodes
     _answers: dict[tuple[str, ...], Reason | None] = field(default_factory=dict)
+    _op_times: dict[str, Mapping[str, float]] = field(default_factory=dict)
 
     @staticmethod
     def whole_ops() -> frozenset[OpOverload]:
@@ -86,7 +91,7 @@ class Placer:
         timed_on_gpu = timed and device.type != "cpu"
         if timed:
             for executor in executors.values():
-                OpAutotuner(executor, self.cache, self.agree, check_budget).choose(gm, candidates)
+                self._leave_slow_ops(executor, gm, candidates, name, check_budget)
         built: dict[Any, GuardedRegion] = {}
         lost: dict[Any, Timing] = {}
         regions: list[Region] = []
@@ -118,6 +123,29 @@ class Placer:
         for used in ran:
             executors[used].release_memory()
         return _assembled(gm, regions, built, candidates, lost)
+
+    def _leave_slow_ops(
+        self,
+        executor: Executor,
+        gm: fx.GraphModule,
+        candidates: Candidates,
+        name: str,
+        check_budget: Callable[[], None],
+    ) -> None:
+        """Demote large ops that torch runs much faster: its kernels read and write memory once."""
+        views, ops = {node for node in candidates.executors if is_view(node)}, executor.timed_ops()
+        own = [node for node, names in candidates.executors.items() if names[0] == executor.name]
+        for node in [node for node in own if node.target in ops and _is_large(node)]:
+            region = Region(executor.name, 1, [node, *(user for user in node.users if user.target is operator.getitem)])
+            finalize_region(region, gm, views, candidates)
+            builder = RegionBuilder(self, executor, region, f"{name}/{node.target}", check_budget, alone=True)
+            if builder.entry_name not in self._op_times:  # the same op occurs in several layers
+                self._op_times[builder.entry_name] = builder.times()
+            times = self._op_times[builder.entry_name]
+            own_ms, torch_ms = (times.get(which, math.nan) for which in (executor.name, TORCH))
+            if torch_ms + _BORDERS_MS < own_ms:
+                text = f"{node.target} alone: {own_ms:.3f} ms on {executor.title}, {torch_ms:.3f} ms in torch"
+                candidates.demote(region, Reason(ReasonType.SLOWER, text))
 
     def _candidates(self, gm: fx.GraphModule, executors: Sequence[Executor], name: str) -> Candidates:
         """Ask the executors what they support; a failure while they answer is reported once for each op."""
@@ -205,22 +233,39 @@ def _untimed(nodes: Sequence[fx.Node]) -> dict[fx.Node, Reason | None]:
     return answers
 
 
+def _is_large(node: fx.Node) -> bool:
+    values = (value for source in (node, *node.all_input_nodes) for value in values_of(source))
+    return any(isinstance(one, torch.Tensor) and math.prod(map(int_hint, one.shape)) >= _LARGE for one in values)
+
+
 class RegionBuilder:
-    """Builds and times one region, without what is in the cache; ``timed`` tells whether anything was run for that."""
+    """Builds and times one region, without what is in the cache; ``timed`` tells whether anything was run for that.
+
+    ``alone``: the region is one op of a larger region, which runs on as many threads.
+    """
 
     def __init__(
-        self, placer: Placer, executor: Executor, region: Region, where: str, check_budget: Callable[[], None]
+        self,
+        placer: Placer,
+        executor: Executor,
+        region: Region,
+        where: str,
+        check_budget: Callable[[], None],
+        alone: bool = False,
     ) -> None:
         self._placer, self._config, self._check_budget = placer, placer.config, check_budget
         self._executor, self._region, self._where = executor, region, where
-        self._thread_counts = executor.thread_counts(region)
+        counts = executor.thread_counts(region)
+        self._thread_counts = [max(counts)] if alone else counts
+        # in a whole region, other ops have ended torch's threads already
+        self._before: Callable[[], None] = openmp.pause_openmp if alone else lambda: None
         self.timed = False
         self._fingerprint = fingerprint(region.module.graph)
-        self._entry_name = placer.cache.name(self._fingerprint, executor.cache_key)
+        self.entry_name = placer.cache.name(self._fingerprint, executor.cache_key)
 
     def build(self) -> GuardedRegion:
         """Build the region, or reject it if that fails or it is slower than torch."""
-        entry = self._placer.cache.load(self._entry_name)
+        entry = self._placer.cache.load(self.entry_name)
         if entry is not None:
             try:
                 if (reason := self._executor.untrusted_reason(entry.model)) is None:
@@ -229,7 +274,7 @@ class RegionBuilder:
                 if not rejection.reason.type.is_failure:
                     raise
                 reason = str(rejection)
-            log.debug("cache entry %s is not used: %s", self._entry_name, reason)
+            log.debug("cache entry %s is not used: %s", self.entry_name, reason)
         return self._build(None)
 
     def reason_of(self, rejection: RegionRejected) -> Reason:
@@ -241,20 +286,38 @@ class RegionBuilder:
             return rejection.reason
         return Reason(ReasonType.NOT_TIMED, f"out of memory: {rejection.reason.text}")
 
-    def _build(self, entry: Entry | None) -> GuardedRegion:
-        known = self._known_timing(entry)
+    def times(self) -> Mapping[str, float]:
+        """Return the times in ms by executor, nothing if there are none: the region's own build will report why."""
+        try:
+            known = self._known_timing(self._placer.cache.load(self.entry_name))
+            return self._agreed(known).ms if known else self._timed(None, None)[1].ms
+        except RegionRejected as rejection:
+            self.reason_of(rejection)
+            return {}
+
+    def _timed(self, entry: Entry | None, known: Timing | None) -> tuple[bytes, Timing, Callable[[int], Any]]:
+        """Return the artifact, the timing that all processes use, and what builds it on a number of threads."""
         artifact = self._executor.convert(self._region) if entry is None else entry.model
-        self._executor.save(artifact, self._where)
         build = functools.cache(functools.partial(self._executor.build, self._region, artifact))
         watch = Stopwatch()
         times = known or self._time(build)
         keeps = known is not None or not is_busy(watch.slowdown)  # or it is timed again in the next run
-        if times.ms:
-            times = from_plain(Timing, self._placer.agree(self._fingerprint, dataclasses.asdict(times)))
-        cached = entry is not None and known is not None
-        if not cached:
+        times = self._agreed(times)
+        if entry is None or known is None:
             kept = times if keeps else Timing({}, times.threads)
-            self._placer.cache.store(self._entry_name, Entry(artifact, kept))
+            self._placer.cache.store(self.entry_name, Entry(artifact, kept))
+        return artifact, times, build
+
+    def _agreed(self, times: Timing) -> Timing:
+        if not times.ms:
+            return times
+        return from_plain(Timing, self._placer.agree(self._fingerprint, dataclasses.asdict(times)))
+
+    def _build(self, entry: Entry | None) -> GuardedRegion:
+        known = self._known_timing(entry)
+        artifact, times, build = self._timed(entry, known)
+        self._executor.save(artifact, self._where)
+        cached = entry is not None and known is not None
         own, in_torch = times.ms.get(self._executor.name), times.ms.get(TORCH)
         if own is not None and in_torch is not None and in_torch < own:
             text = (
@@ -302,7 +365,9 @@ class RegionBuilder:
             self._check_budget()
             args = timing.samples(self._region)
             on_failure = functools.partial(self._leave_out, args=args)
-            return timing.measure(self._executor.name, calls, torch_forward, args, on_failure, self._check_budget)
+            return timing.measure(
+                self._executor.name, calls, torch_forward, args, on_failure, self._check_budget, self._before
+            )
         except RegionRejected as rejection:
             if measured or rejection.reason.type is not ReasonType.NOT_TIMED:
                 raise

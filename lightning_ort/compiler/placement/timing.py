@@ -65,11 +65,12 @@ def measure(
     args: Sequence[Any],
     on_failure: Callable[[Any, Exception], None],
     check_budget: Callable[[], None] = lambda: None,
+    before: Callable[[], None] = lambda: None,
 ) -> Timing:
     """Time a region with each number of threads in ``calls``, and in torch unless ``torch_forward`` is ``None``.
 
     Return the fastest number, and the times if there was anything to compare. ``on_failure`` is that of
-    :func:`warm_up`; it has to raise for the last number. ``check_budget`` is that of :func:`race`.
+    :func:`warm_up`; it has to raise for the last number. ``check_budget`` and ``before`` are those of :func:`race`.
     """
     candidates: dict[Any, _Call] = dict(calls)
     if torch_forward is not None:
@@ -79,7 +80,7 @@ def measure(
     working = [threads for threads in calls if threads in candidates]
     if len(candidates) == 1:
         return Timing({}, working[0])
-    medians = race(candidates, args, check_budget=check_budget)
+    medians = race(candidates, args, before, check_budget)
     fastest = min(working, key=medians.__getitem__)
     ms = {executor: medians[fastest]}
     if TORCH in medians:

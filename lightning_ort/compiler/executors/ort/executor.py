@@ -68,11 +68,12 @@ class OrtExecutor(Executor):
 
         return support.check(node, self.kernels)
 
+    @classmethod
     @override
-    def op_variants(self, node: fx.Node) -> Sequence[str]:
-        from lightning_ort.compiler.executors.ort.conversion.graph import variants_of  # not at the top: it loads onnx
+    def timed_ops(cls) -> frozenset[OpOverload]:
+        from lightning_ort.compiler.executors.ort.conversion.registry import TIMED  # not at the top: as above
 
-        return variants_of(node, self.kernels)
+        return frozenset(TIMED)
 
     @override
     def thread_counts(self, region: Region) -> Sequence[int]:

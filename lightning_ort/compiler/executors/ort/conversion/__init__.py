@@ -22,8 +22,9 @@ decomposes the forward op itself.
   op: what is for these alone, such as sums in float64, is asked for behind it.
 - Where a file writes several ops alike, one more is a line there, such as ``unary("exp2", lambda x: 2**x)`` of
   :mod:`.pointwise` for a function of one tensor.
-- ``@converts(..., variants=("GeluGrad", EXPANDED))`` for an op that can be written as a kernel of the training builds,
-  or expanded: ask ``ctx.variant(node)`` which. ``takes_empty=True`` where operands may have no elements.
+- ``ctx.kernels.has_training("SoftmaxGrad_13")`` asks for a kernel of the training builds; others need it expanded.
+  ``@converts(..., timed=True)`` for an op that torch may run much faster, and ``takes_empty=True`` where operands may
+  have no elements.
 - A model for everywhere (``export --training``) has the same converters, as far as they write standard operators. Where
   one does not, ``@form(...)`` beside it says how the op is written there, or ``@in_parts(...)`` what is traced instead.
 

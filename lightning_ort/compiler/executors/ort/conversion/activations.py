@@ -16,7 +16,7 @@ from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, 
 from lightning_ort.compiler.executors.ort.conversion.metadata import Scalar, axis_of, dtype_of, rank_of, work_dtype
 from lightning_ort.compiler.executors.ort.conversion.pointwise import clamp, unary
 from lightning_ort.compiler.executors.ort.conversion.reduction import reduce
-from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, converts
+from lightning_ort.compiler.executors.ort.conversion.registry import converts
 
 aten = torch.ops.aten
 
@@ -63,13 +63,11 @@ def gelu(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *, approximate: str = "no
     return value * 0.5 * (inner + 1)
 
 
-# on 1024 x 1024 float32 GeluGrad and FastGeluGrad take 3.9 and 20.5 ms, the expansion 1.7 (1.19.2, 2 threads)
-@converts(aten.gelu_backward.default, variants=(EXPANDED, "GeluGrad", "FastGeluGrad"))
+# not GeluGrad and FastGeluGrad: on 1024 x 1024 float32 they take 3.9 and 20.5 ms, the expansion 1.7 (1.19.2, 2 threads)
+@converts(aten.gelu_backward.default, timed=True)
 def gelu_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *, approximate: str = "none") -> Value:
     """gelu_backward(Tensor grad_output, Tensor self, *, str approximate='none') -> Tensor"""
-    kernel, slope = ("GeluGrad", _gelu_slope) if approximate == "none" else ("FastGeluGrad", _gelu_tanh_slope)
-    if dtype_of(node) is torch.float32 and ctx.variant(node) == kernel:
-        return ctx.ms(kernel, grad, x)
+    slope = _gelu_slope if approximate == "none" else _gelu_tanh_slope
     return ctx.value(grad) * slope(ctx.value(x))
 
 
@@ -94,7 +92,7 @@ def _gelu_tanh_slope(x: Value) -> Value:
 unary("silu", lambda x: x / (exp(-x) + 1))
 
 
-@converts(aten.silu_backward.default, variants=(EXPANDED,))
+@converts(aten.silu_backward.default, timed=True)
 def silu_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node) -> Value:
     """silu_backward(Tensor grad_output, Tensor self) -> Tensor"""
     value = ctx.value(x)
@@ -276,30 +274,23 @@ def _in_float32(ctx: GraphBuilder, grad: fx.Node, output: fx.Node) -> tuple[Valu
     return ctx.value(output, dtype), ctx.value(grad, dtype)
 
 
-def _kernel_runs(ctx: GraphBuilder, node: fx.Node, output: fx.Node, kernel: str) -> bool:
-    return dtype_of(output) is torch.float32 and rank_of(output) > 0 and ctx.variant(node) == kernel
-
-
-@converts(aten._softmax_backward_data.default, variants=("SoftmaxGrad_13", EXPANDED))
+@converts(aten._softmax_backward_data.default, timed=True)
 def softmax_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.Node, dim: int, *args: Any) -> Value:
     """_softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor"""
     y, grads = _in_float32(ctx, grad, output)
-    if _kernel_runs(ctx, node, output, "SoftmaxGrad_13"):
-        result = ctx.ms("SoftmaxGrad_13", grads, y, axis=dim)
+    kernel, rank = "SoftmaxGrad_13", rank_of(output)
+    if dtype_of(output) is torch.float32 and rank and _has_kernel(y, rank, dim) and ctx.kernels.has_training(kernel):
+        result = ctx.ms(kernel, grads, y, axis=dim)
     else:
         result = (grads - reduce("ReduceSum", output, grads * y, dim, keepdim=True)) * y
     return result.cast(dtype_of(node))
 
 
-# on 1024 x 4000 float32 LogSoftmaxGrad_13 takes 25 ms, the expansion 4 (1.19.2, 2 threads)
-@converts(aten._log_softmax_backward_data.default, variants=(EXPANDED, "LogSoftmaxGrad_13"))
+# not LogSoftmaxGrad_13: on 1024 x 4000 float32 it takes 25 ms, the expansion 4 (1.19.2, 2 threads)
+@converts(aten._log_softmax_backward_data.default, timed=True)
 def log_softmax_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, output: fx.Node, dim: int, *args: Any
 ) -> Value:
     """_log_softmax_backward_data(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor"""
     y, grads = _in_float32(ctx, grad, output)
-    if _kernel_runs(ctx, node, output, "LogSoftmaxGrad_13"):
-        result = ctx.ms("LogSoftmaxGrad_13", grads, y, axis=dim)
-    else:
-        result = grads - exp(y) * reduce("ReduceSum", output, grads, dim, keepdim=True)
-    return result.cast(dtype_of(node))
+    return (grads - exp(y) * reduce("ReduceSum", output, grads, dim, keepdim=True)).cast(dtype_of(node))

@@ -18,11 +18,11 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     shape_of,
     static,
 )
-from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, EXPANDED, VARIANTS, Unsupported
+from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, Unsupported
 from lightning_ort.compiler.executors.ort.kept_models import MICROSOFT
 from lightning_ort.compiler.executors.ort.kernels import Kernels
 from lightning_ort.compiler.executors.ort.providers import provider_of
-from lightning_ort.compiler.graphs.nodes import ANY_BYTE, VARIANT, reached
+from lightning_ort.compiler.graphs.nodes import ANY_BYTE, reached
 from lightning_ort.compiler.reason import ReasonType
 
 # what onnxruntime's CUDA provider has no kernels for at opset 18 (1.31.1; found by loading models of one node, without
@@ -151,12 +151,6 @@ class Value:
         """Permute the dimensions."""
         # not even a Transpose that leaves them: onnxruntime 1.19 folds any before a Gemm into it, as a swap
         return self if list(perm) == list(range(len(perm))) else self.op("Transpose", perm=list(perm))
-
-
-def variants_of(node: fx.Node, kernels: Kernels) -> tuple[str, ...]:
-    """The variants that a node's op can be written in with these kernels, the default first; empty if there is one."""
-    variants = VARIANTS.get(node.target, ())  # type: ignore[call-overload]
-    return tuple(name for name in variants if name == EXPANDED or kernels.has_training(name))
 
 
 class GraphBuilder:
@@ -405,11 +399,6 @@ class GraphBuilder:
         if static(sizes):
             return self.ints([int(size) for size in sizes])
         return self.op("Shape", self.values[node])
-
-    def variant(self, node: fx.Node) -> str:
-        """The variant of its op that a node is written in: the one that was chosen for it, or else the default."""
-        variants, chosen = variants_of(node, self.kernels), node.meta.get(VARIANT)
-        return chosen if chosen in variants else variants[0]
 
 
 def _result_dtype(op_type: str, inputs: Sequence[Value | None]) -> torch.dtype:

@@ -13,7 +13,7 @@ from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, 
 from lightning_ort.compiler.executors.ort.conversion.indexing import refusing_negative
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, rank_of
 from lightning_ort.compiler.executors.ort.conversion.reduction import count, reduce
-from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, converts
+from lightning_ort.compiler.executors.ort.conversion.registry import converts
 
 aten = torch.ops.aten
 
@@ -106,7 +106,7 @@ def nll_loss_forward(
     return (loss / total if reduction == MEAN else loss), total
 
 
-@converts(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, variants=(EXPANDED,))
+@converts(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, timed=True)
 def nll_loss_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, target: fx.Node, *args: Any
 ) -> Value:

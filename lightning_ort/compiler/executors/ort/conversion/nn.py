@@ -21,7 +21,7 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     static_sizes,
 )
 from lightning_ort.compiler.executors.ort.conversion.reduction import reduce
-from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, Unsupported, converts
+from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 from lightning_ort.compiler.executors.ort.conversion.shape import filled
 from lightning_ort.compiler.reason import ReasonType
 
@@ -135,7 +135,7 @@ def linear(ctx: GraphBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, bias: 
 # convolution, embedding, dropout
 
 
-@converts(aten.convolution.default, variants=(EXPANDED,))
+@converts(aten.convolution.default, timed=True)
 def convolution(ctx: GraphBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, *args: Any) -> Value:
     """convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor"""  # noqa: E501
     bias, stride, padding, dilation, transposed, output_padding, groups = args
@@ -166,7 +166,7 @@ def embedding(ctx: GraphBuilder, node: fx.Node, weight: fx.Node, indices: fx.Nod
     return ctx.value(weight).op("Gather", refusing_negative(ctx, indices, weight, 0), axis=0)
 
 
-@converts(aten.embedding_dense_backward.default, variants=(EXPANDED,))
+@converts(aten.embedding_dense_backward.default, timed=True)
 def embedding_dense_backward(
     ctx: GraphBuilder,
     node: fx.Node,

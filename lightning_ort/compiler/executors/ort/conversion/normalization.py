@@ -19,7 +19,7 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     work_dtype,
 )
 from lightning_ort.compiler.executors.ort.conversion.reduction import count, reduce, reduce_shaped
-from lightning_ort.compiler.executors.ort.conversion.registry import EXPANDED, Unsupported, converts
+from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, converts
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def _standardize(shape: Sequence[Any], value: Value, axes: Dims, eps: float) -> 
     return centered * rstd, mean, rstd
 
 
-@converts(aten.native_layer_norm.default, variants=(EXPANDED,))
+@converts(aten.native_layer_norm.default, timed=True)
 def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, ...]:
     """native_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     # not LayerNormalization: onnxruntime 1.19 takes E[x^2] - E[x]^2 for the variance on a CPU. Where the mean is 100
@@ -72,7 +72,7 @@ def native_layer_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) 
     return _as_traced(node, result, mean, rstd)
 
 
-@converts(aten._fused_rms_norm.default, variants=(EXPANDED,))
+@converts(aten._fused_rms_norm.default, timed=True)
 def fused_rms_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, Value]:
     """_fused_rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)"""
     normalized_shape, weight, eps = args
@@ -85,7 +85,7 @@ def fused_rms_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> 
     return _as_traced(node, result, rstd)
 
 
-@converts(aten.native_layer_norm_backward.default, variants=("LayerNormalizationGrad", EXPANDED))
+@converts(aten.native_layer_norm_backward.default, timed=True)
 def layer_norm_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, normalized_shape: Sequence[Any], *args: Any
 ) -> Gradients:
@@ -93,7 +93,7 @@ def layer_norm_backward(
     mean, rstd, weight, _, output_mask = args
     # the kernel of onnxruntime 1.19 refuses rows of one element
     fits = dtype_of(x) is torch.float32 and any(size != 1 for size in normalized_shape)
-    if fits and ctx.variant(node) == "LayerNormalizationGrad":
+    if fits and ctx.kernels.has_training("LayerNormalizationGrad"):
         if weight is None:
             sizes = static_sizes(normalized_shape, "a layer norm without weight")
             weight = ctx.const(torch.ones(sizes).tolist(), torch.float32)
@@ -108,7 +108,7 @@ def layer_norm_backward(
     return _as_traced(node, *gradients)
 
 
-@converts(aten._fused_rms_norm_backward.default, variants=(EXPANDED,))
+@converts(aten._fused_rms_norm_backward.default, timed=True)
 def fused_rms_norm_backward(
     ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, normalized_shape: Sequence[int], *args: Any
 ) -> Gradients:
@@ -174,7 +174,7 @@ def _grouped_shape(x: fx.Node, group: int) -> tuple[Any, int, Any]:
     return size, group, math.prod(rest) // group
 
 
-@converts(aten.native_group_norm.default, variants=(EXPANDED,))
+@converts(aten.native_group_norm.default, timed=True)
 def native_group_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, ...]:
     """native_group_norm(Tensor input, Tensor? weight, Tensor? bias, SymInt N, SymInt C, SymInt HxW, int group, float eps) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     weight, bias, *_, group, eps = args
@@ -193,7 +193,7 @@ def _affine(value: Value, x: fx.Node, weight: Value | MaybeNode, bias: MaybeNode
     return value
 
 
-@converts(aten.native_group_norm_backward.default, variants=(EXPANDED,))
+@converts(aten.native_group_norm_backward.default, timed=True)
 def group_norm_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args: Any) -> Gradients:
     """native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, SymInt N, SymInt C, SymInt HxW, int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     mean, rstd, weight, *_, group, output_mask = args
@@ -257,7 +257,7 @@ def _batch_norm_train(
     return _normalize(x, centered, rstd, weight, bias), mean, rstd, variance
 
 
-@converts(aten._native_batch_norm_legit_functional.default, variants=(EXPANDED,), takes_empty=True)
+@converts(aten._native_batch_norm_legit_functional.default, timed=True, takes_empty=True)
 def batch_norm_functional(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) -> tuple[Value, ...]:
     """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"""  # noqa: E501
     weight, bias, running_mean, running_var, training, momentum, eps = args
@@ -293,7 +293,7 @@ def native_batch_norm(ctx: GraphBuilder, node: fx.Node, x: fx.Node, *args: Any) 
     return _as_traced(node, *_batch_norm_train(ctx, x, weight, bias, eps)[:3])
 
 
-@converts(aten.native_batch_norm_backward.default, variants=(EXPANDED,), takes_empty=True)
+@converts(aten.native_batch_norm_backward.default, timed=True, takes_empty=True)
 def batch_norm_backward(ctx: GraphBuilder, node: fx.Node, grad: fx.Node, x: fx.Node, *args: Any) -> Gradients:
     """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var, Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""  # noqa: E501
     weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask = args

@@ -22,10 +22,8 @@ CONVERTERS: dict[OpOverload, Converter] = {}
 FORMS: dict[OpOverload, Converter] = {}
 PARTS: dict[OpOverload, Callable[..., Any]] = {}
 PARTS_ABOVE_AUTOGRAD: dict[OpOverload, Callable[..., Any]] = {}
-VARIANTS: dict[OpOverload, tuple[str, ...]] = {}
+TIMED: set[OpOverload] = set()
 TAKES_EMPTY: set[OpOverload] = set()
-
-EXPANDED = "expanded"
 
 
 class Unsupported(Exception):
@@ -37,14 +35,13 @@ class Unsupported(Exception):
 
 
 def converts(
-    *overloads: OpOverload, variants: tuple[str, ...] = (), takes_empty: bool = False
+    *overloads: OpOverload, timed: bool = False, takes_empty: bool = False
 ) -> Callable[[Converter], Converter]:
     """Register a converter for exact ATen overloads.
 
     Args:
         *overloads: The overloads.
-        variants: What it can write, the default first: names of training kernels, and :data:`EXPANDED`. An op with any
-            is timed by itself, against torch's kernel too.
+        timed: Whether torch's kernel may be so much faster that a large op is timed by itself, before its region.
         takes_empty: Whether tensors without elements may be among its operands, and its results after the first.
 
     Raises:
@@ -64,8 +61,8 @@ def converts(
             raise ValueError(f"the docstring of {converter.__qualname__} must be a schema: {' or '.join(schemas)}")
         for overload in overloads:
             CONVERTERS[overload] = converter
-            if variants:
-                VARIANTS[overload] = variants
+            if timed:
+                TIMED.add(overload)
             if takes_empty:
                 TAKES_EMPTY.add(overload)
         return converter
