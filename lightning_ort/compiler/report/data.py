@@ -83,8 +83,8 @@ class RegionReport:
                 values = [value for node in region.outputs for value in values_of(node)]
                 total = sum(int_hint(x.numel()) * x.itemsize for x in values if isinstance(x, torch.Tensor))
 
-        with ``is_known`` and ``values_of`` of ``nodes`` and ``int_hint`` of ``layouts``. Import these here, since
-        whoever shows a report needs no torch.
+        with ``is_known``, ``values_of`` and ``int_hint`` of ``nodes``. Import these here, since whoever shows a report
+        needs no torch.
         """
         ops = Counter(str(node.target) for node in region.compute_nodes)
         return cls(region.name, region.executor, ops.total(), dict(ops), **fields)
