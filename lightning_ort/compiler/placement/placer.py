@@ -133,9 +133,11 @@ class Placer:
         check_budget: Callable[[], None],
     ) -> None:
         """Demote large ops that torch runs much faster: its kernels read and write memory once."""
-        views, ops = {node for node in candidates.executors if is_view(node)}, executor.timed_ops()
         own = [node for node, names in candidates.executors.items() if names[0] == executor.name]
-        for node in [node for node in own if node.target in ops and _is_large(node)]:
+        large = [node for node in own if _is_large(node)]
+        ops = executor.timed_ops() if large else frozenset()  # only what is large need load onnx
+        views = {node for node in candidates.executors if is_view(node)}
+        for node in [node for node in large if node.target in ops]:
             region = Region(executor.name, 1, [node, *(user for user in node.users if user.target is operator.getitem)])
             finalize_region(region, gm, views, candidates)
             builder = RegionBuilder(self, executor, region, f"{name}/{node.target}", check_budget, alone=True)
