@@ -91,6 +91,10 @@ def _labels(x: torch.Tensor) -> torch.Tensor:
     return torch.arange(x.shape[0]) % x.shape[1]
 
 
+def _first_labels(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.arange(x.shape[1]) == 0, _labels(x).unsqueeze(1), -1)
+
+
 ROWS: dict[str, Function] = {
     "softmax": lambda x: x.softmax(1),
     "softmax_first": lambda x: x.t().softmax(0),
@@ -98,6 +102,8 @@ ROWS: dict[str, Function] = {
     "logsumexp": lambda x: x.logsumexp(1),
     "logsumexp_all": lambda x: torch.stack([row.logsumexp(0) for row in x[:12]]),
     "cross_entropy": lambda x: F.cross_entropy(x, _labels(x), reduction="none"),
+    "multi_margin": lambda x: F.multi_margin_loss(x, _labels(x), p=2, reduction="none"),
+    "multilabel_margin": lambda x: F.multilabel_margin_loss(x, _first_labels(x), reduction="none"),
     "amax": lambda x: x.amax(1),
     "amin": lambda x: x.amin(1),
     "max_values": lambda x: x.max(1).values,

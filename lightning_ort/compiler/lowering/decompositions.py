@@ -111,6 +111,8 @@ _WHOLE = {
     aten.native_group_norm_backward.default,
     aten.max_pool2d_with_indices_backward.default,
     aten.max_unpool2d.default,
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
     aten.nll_loss_forward.default,
     aten.nll_loss_backward.default,
     aten.nll_loss2d_forward.default,
@@ -132,8 +134,13 @@ _BATCH_NORMS = (
     aten._native_batch_norm_legit.no_stats,
 )
 
-_SHRINKAGES = (aten.hardshrink.default, aten.softshrink.default)
-_SHRINKAGE_GRADIENTS = (aten.hardshrink_backward.default, aten.softshrink_backward.default)
+# torch's parts of these, or their gradients, differ from eager's at NaN; with the gradients of the whole
+_OTHERWISE_AT_NAN = {
+    aten.hardshrink.default: aten.hardshrink_backward.default,
+    aten.softshrink.default: aten.softshrink_backward.default,
+    aten.multi_margin_loss.default: aten.multi_margin_loss_backward.default,
+    aten.multilabel_margin_loss_forward.default: aten.multilabel_margin_loss_backward.default,
+}
 
 
 @functools.cache
@@ -180,16 +187,15 @@ def _with_eager_layout(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: An
 def traced_as_eager() -> AbstractContextManager[None]:
     """Within the block, ops that torch decomposes otherwise than eager computes them are traced as eager's.
 
-    Torch 2.13 decomposes these above autograd, whatever the table of decompositions says. Of ``hardshrink`` and
-    ``softshrink`` the gradients of the parts differ from eager's at NaN; of the whole gradients torch knows the shape
-    only if no size is symbolic. A ``dropout`` that drops nothing becomes a copy, where eager returns its input, which
+    Torch 2.13 decomposes these above autograd, whatever the table of decompositions says. Of the gradients of some
+    torch knows the shape only if no size is symbolic, or not at all. A ``dropout`` that drops nothing becomes a copy, where eager returns its input, which
     may be written to. Of two dimensions that are interpolated to the nearest, eager takes one whose size stays or
     doubles without its scale factor (``nearest_idx`` in ATen/native/UpSample.h), on a CPU.
     """
     kernels: dict[tuple[OpOverload, str], Callable[..., Any] | None] = dict.fromkeys(
-        ((op, "Autograd") for op in _SHRINKAGES), None
+        ((op, "Autograd") for op in _OTHERWISE_AT_NAN), None
     )
-    kernels |= {(op, "Meta"): lambda grad, x, lambd: torch.empty_like(x) for op in _SHRINKAGE_GRADIENTS}
+    kernels |= {(op, "Meta"): lambda grad, x, *_: torch.empty_like(x) for op in _OTHERWISE_AT_NAN.values()}
     for key in ("Autograd", "CompositeImplicitAutograd"):
         kernels[aten.dropout.default, key] = _dropout
         kernels[aten.upsample_nearest2d.default, key] = upsample_nearest2d
