@@ -188,9 +188,10 @@ def traced_as_eager() -> AbstractContextManager[None]:
     """Within the block, ops that torch decomposes otherwise than eager computes them are traced as eager's.
 
     Torch 2.13 decomposes these above autograd, whatever the table of decompositions says. Of the gradients of some
-    torch knows the shape only if no size is symbolic, or not at all. A ``dropout`` that drops nothing becomes a copy, where eager returns its input, which
-    may be written to. Of two dimensions that are interpolated to the nearest, eager takes one whose size stays or
-    doubles without its scale factor (``nearest_idx`` in ATen/native/UpSample.h), on a CPU.
+    torch knows the shape only if no size is symbolic, or not at all. A ``dropout`` that drops nothing becomes a copy,
+    where eager returns its input, which may be written to. Of two dimensions that are interpolated to the nearest,
+    eager takes one whose size stays or doubles without its scale factor (``nearest_idx`` in
+    ATen/native/UpSample.h), on a CPU.
     """
     kernels: dict[tuple[OpOverload, str], Callable[..., Any] | None] = dict.fromkeys(
         ((op, "Autograd") for op in _OTHERWISE_AT_NAN), None
