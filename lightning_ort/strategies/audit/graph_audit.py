@@ -12,11 +12,10 @@ from lightning_ort.strategies.race.run_facts import RunFacts
 
 
 class GraphAudit:
-    """Audits the graphs of one kind of step; ``compared``: whether it did since that was set to ``False``."""
+    """Audits the graphs of one kind of step."""
 
     def __init__(self, run: RunFacts, name: str, budget: AuditBudget) -> None:
         self._run, self._name, self._budget = run, name, budget
-        self.compared = False
 
     def check(self, draws: bool) -> GraphCheck | None:
         """Return what compares a graph, which may draw random numbers of its own, if it is to be compared."""
@@ -29,7 +28,6 @@ class GraphAudit:
         return GraphCheck(weakly(self._count), weakly(self._skipped))
 
     def _count(self, seconds: float, largest: float) -> None:
-        self.compared = True
         self._budget.add(self._name, seconds)
         run = self._run.backend.report.run
         run.audits += 1
@@ -40,7 +38,6 @@ class GraphAudit:
 
     def recorded(self, text: str) -> None:
         """Report what has become of a recording."""
-        self.compared = True
         self._run.record_choice(self._name, ReasonType.RECORDED, text)
 
     def leave_recording(self, text: str) -> None:

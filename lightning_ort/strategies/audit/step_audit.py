@@ -344,7 +344,6 @@ class _Audit:
         output = call(*args, **kwargs)
         shims.remove()
         self.after_step(output)
-        shims.logger.discard()
         if self.has_backward:
             with torch.autocast("cpu", enabled=False):  # as around Lightning's backward pass
                 backward_of_step(self._run.module.trainer, output)

@@ -161,12 +161,6 @@ class DeferredLogger:
         finally:
             self.made.clear()
 
-    def discard(self) -> None:
-        """Forget the calls of the step."""
-        self.calls.clear()
-        self.made.clear()
-        self.reads_later = False
-
 
 def _can_be_logged(value: Any) -> bool:
     if isinstance(value, torch.Tensor):

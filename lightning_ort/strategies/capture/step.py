@@ -215,7 +215,6 @@ class CapturedStep(AbstractContextManager[None]):
         """Tell how the last steps went, after which no gradients are accumulated if that ``ends`` them."""
         turn, race, threads = self.turn, self._race, self._threads
         self.turn, kept, found = Turn(), threads.kept, threads.found
-        turn.counts, self._graph_audit.compared = turn.counts and not self._graph_audit.compared, False
         if turn.is_unchanged:
             turn.counts = turn.counts and turn.way is kept
             turn.tell_threads(threads, ends)
@@ -394,13 +393,10 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _close_call(self, error: BaseException) -> None:
         """After a captured step that failed."""
-        logger = self._module.shims.logger
         self._audit.close()
         self.turn.counts = False
-        if isinstance(error, Exception):  # eager too logs what was logged before the user's error
-            with suppress(Exception):
-                logger.end_step()
-        logger.discard()
+        with suppress(Exception):  # eager too logs what was logged before the user's error
+            self._module.shims.logger.end_step()
         if self._module.monitor.saw_compile:
             self._count_compiled()
         if is_double_backward_error(error):
