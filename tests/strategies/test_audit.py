@@ -653,6 +653,15 @@ def test_a_snapshot_has_a_limit() -> None:
     assert len(snapshot({"x": nested})) < 20, "names of what is deep are long"
 
 
+def test_what_is_made_for_a_snapshot_is_met_once() -> None:
+    """A new object may be where one was that is gone, as the states of iterators."""
+    nested = list[Any]()
+    for number in range(5):
+        nested = [nested, itertools.count(number)]
+    found = snapshot({"x": nested}).values()
+    assert {value.total for value in found if isinstance(value, snapshots.Numbers)} == {*range(5)}
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.uint64, torch.int8, torch.bfloat16, torch.complex64])
 def test_a_tensor_of_any_dtype_is_compared(dtype: torch.dtype) -> None:
     one, other = (snapshot({"x": torch.tensor(values).to(dtype)}) for values in ([1, 0, 1], [1, 1, 1]))

@@ -183,7 +183,7 @@ def left_behind(module: nn.Module, step: Any) -> dict[str, Any]:
     for function in (one for one in functions if isinstance(one, types.FunctionType)):
         for name, value in globals_of(function).items():
             if isinstance(value, type):
-                kinds |= set() if _is_machinery(value) or value.__module__ in sys.stdlib_module_names else {value}
+                kinds |= set() if _is_machinery(value) else {value}
             elif not is_one(value, *_CODE, nn.Module):
                 variables[f"{function.__globals__.get('__name__')}.{name}"] = value
     return {"self": module, "globals": dict(sorted(variables.items())), "class": attributes_of(kinds)}
