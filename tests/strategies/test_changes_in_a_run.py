@@ -279,17 +279,31 @@ def test_a_step_of_another_object_later(fit: Fit) -> None:
 
 
 class NaNGradient(Small):
+    """Has one in its last step; ``late``: from the third on, somebody looks for what makes it."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+        self.register_buffer("gap", torch.ones(()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.late and batch_idx == 2:
+            torch.autograd.set_detect_anomaly(True)
+        self.gap.fill_(float(batch_idx < 3))
+
     def loss(self, batch: Any) -> Tensor:
         x = self(batch[0])
-        difference = x - x.detach()
+        difference = x - x.detach() + self.gap
         return torch.sqrt(difference * difference).sum() + super().loss(batch)
 
 
-def test_detect_anomaly_names_the_operation(make_trainer: Callable[..., Any]) -> None:
-    strategy = ORTStrategy(config={"placement": "always"})
-    trainer = make_trainer(strategy=strategy, max_steps=1, limit_val_batches=0, detect_anomaly=True)
-    with pytest.raises(RuntimeError, match=r"'(Mul|Sqrt)Backward0' returned nan"):
-        trainer.fit(NaNGradient())
+@pytest.mark.parametrize(("late", "operation"), [(False, "(Mul|Sqrt)Backward0"), (True, r"\w+Backward")])
+def test_detect_anomaly_names_the_operation(late: bool, operation: str, make_trainer: Callable[..., Any]) -> None:
+    strategy, module = ORTStrategy(config={"placement": "always"}), NaNGradient(late)
+    trainer = make_trainer(strategy=strategy, max_epochs=1, limit_val_batches=0, detect_anomaly=not late)
+    with pytest.raises(RuntimeError, match=f"'{operation}' returned nan"):
+        trainer.fit(module)
+    assert len(module.losses) == 3
     assert strategy.report.graphs
 
 
