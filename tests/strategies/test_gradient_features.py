@@ -1,6 +1,7 @@
 """What gradients go through: under ``ort`` each gives what it gives under the stock strategy."""
 
 import gc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -342,7 +343,9 @@ class KeepsLoss(Small):
         elif self.where == "before a graph break":
             self.features = 0.9 * self.features + self.net[0].weight[:8, 0]
             torch._dynamo.graph_break()
-            loss = loss + self.net[0].bias.square().sum()
+            with suppress(KeyError):  # dynamo leaves the rest to Python
+                loss = loss + self.net[0].bias.square().sum()
+                torch._dynamo.graph_break()
         else:
             self.mean = 0.9 * self.mean + 0.1 * loss.detach()
         return loss
@@ -369,6 +372,7 @@ def test_values_that_are_kept_with_their_gradients(
     kept = {ReasonType.EARLIER_STEP, ReasonType.WRITES_TO_INPUT, ReasonType.SEPARATE_GRADIENTS}
     assert bool(kinds & kept) == (where != "detached")
     assert strategy.report.ort_runs > 0 or where != "detached"  # the first graph may say it
+    assert not any("instead" in note.reason.text for note in strategy.report.notes)  # it is for eager alone
     assert not strategy.report.fallbacks
 
 

@@ -169,6 +169,8 @@ def test_without_measuring_the_first_that_runs_stays() -> None:
 def test_a_step_may_run_unchanged_before_all() -> None:
     race = make(share=NO_LIMIT, measured=False, first=1)
     assert drive(race, {"unchanged": 0.1, "ort": 0.1}, 3) == ["unchanged", "ort", "ort"]
+    race = make(cost=0.001, first=0)  # nobody knows what a step takes
+    assert race.next(Now(math.inf)) == UNCHANGED
 
 
 # Duels
@@ -328,7 +330,11 @@ def test_quiet_steps_need_no_questions() -> None:
 
 def test_an_unchanged_step_without_challengers_is_quiet() -> None:
     race = make(saves=0.0)
-    drive(race, {"unchanged": 0.1}, SAMPLES + 1)
+    for number in range(1, 2 * RECHECK):
+        race.next(Now(1000))
+        race.done(Took(0.1 if number <= SAMPLES else 0.0))
+        assert race.wants_time == (number < SAMPLES)
+    assert race.usual == 0.1
     assert race.quiet_steps > 0
     race.fail(ORT, Failure("of no use"))
     assert race.quiet_steps > 10**6
@@ -472,6 +478,15 @@ def test_what_compiles_counts_whether_its_turn_is_timed_or_not(is_timed: bool) -
     turn.tell(race, lambda: 0.0)
     assert race.steps == 1
     assert race.spent == 7.0 if is_timed else race.spent >= 50.0
+
+
+@pytest.mark.parametrize(("quiet", "steps", "usual"), [(0, 0, 0.0), (0, 1, 7.0), (5, 3, 0.0)])
+def test_of_the_steps_of_a_turn_one_counts_that_the_race_has_to_know(quiet: int, steps: int, usual: float) -> None:
+    race = make()
+    turn = Turn(race.next(Now(100)), quiet, is_timed=not quiet)
+    turn.steps, turn.seconds = steps, 7.0
+    turn.tell(race, lambda: 0.0)
+    assert (race.steps, race.usual) == (steps, usual)
 
 
 def test_nothing_more_is_compiled_in_a_call_that_takes_too_long() -> None:

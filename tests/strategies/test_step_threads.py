@@ -1,5 +1,6 @@
 """How many threads a step that nothing compiles runs on: by plain calls, and by scripted times in a fit."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -91,9 +92,12 @@ def test_what_a_trial_may_cost() -> None:
     assert "1" not in drive(threads, (0.01, 0.5), AGAIN)  # what has cost 50 steps waits
     assert threads.quiet_steps > 0
     assert "1" in drive(threads, (0.01, 0.5), 1500)
-    assert "1" not in drive(Threads(64, 64), (0.01, 0.005), 1000, left=1000)  # too few to pay for it
+    threads = Threads(64, 64)
+    assert "1" not in drive(threads, (0.01, 0.005), 1000, left=1000)  # too few to pay for it
+    assert threads.quiet_steps > 0
     assert "1" in drive(Threads(64, 2), (0.01, 0.005), 100, left=1000)  # of which two cores could run no more
     assert "1" not in drive(Threads(64, 64), (0.1, 0.05), AGAIN)  # a step may take six seconds more
+    assert "1" in drive(Threads(2, 2), (4.0, 2.0), AGAIN)  # four
     assert "1" not in drive(Threads(1, 64), (0.1, 0.05), 2 * AGAIN)
 
 
@@ -105,6 +109,9 @@ def test_a_turn_that_has_lost_ends_as_the_other_goes_on() -> None:
     drive(threads, lambda step: (0.14 if step == 7 else 0.1, 0.1), 5)
     assert threads.next(1e6, True) == ON_ONE_THREAD
     assert threads.longest == pytest.approx(0.28), "than each of the other"
+    drive(threads, (0.1, 0.1), 1)
+    assert threads.next(1e6, True) == UNCHANGED
+    assert threads.longest == math.inf, "what is kept goes on to its end"
 
 
 def test_it_is_asked_again() -> None:

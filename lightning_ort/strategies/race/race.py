@@ -92,7 +92,7 @@ class Race:
         self._usual: list[Took] = []  # unchanged steps
         self._to_time = SAMPLES  # so many more of them are timed
         self._limit = self.share  # of what was started last
-        self._left, self._next = 0.0, first  # steps
+        self._next = first
         self._recheck, self._interval, self._saved_before = RECHECK, RECHECK, 0.0
         self._duel = None
         self._way = self.champion
@@ -113,7 +113,7 @@ class Race:
                 else:
                     self._recheck += self._interval
             elif self.has_challengers and self.steps >= self._next:
-                self._next = max(self.steps + 1, math.ceil(GROWTH * self.steps))
+                self._next = math.ceil(GROWTH * self.steps)
                 self._consider(now)
         self._way = self.champion if self._duel is None else self._duel.turn
         return self._way
