@@ -3,10 +3,12 @@
 import array
 import collections
 import contextvars
+import cProfile
 import functools
 import gc
 import importlib
 import itertools
+import math
 import queue
 import random
 import sys
@@ -176,6 +178,17 @@ def test_what_a_collection_of_garbage_calls_is_not_the_steps(counting: Any) -> N
         assert counting.count > before
     finally:
         gc.callbacks.remove(counting.scaled)
+
+
+def test_a_profiler_that_runs_goes_on_after_it() -> None:
+    module, profile = Keeping(None, lambda _: 0), cProfile.Profile()
+    profile.enable()
+    try:
+        check_repeats(module.step, module, "Step")
+        math.gcd(4, 6)
+    finally:
+        profile.disable()
+    assert any("gcd" in str(entry.code) for entry in profile.getstats())
 
 
 def test_modules_that_run_in_the_second_of_two_steps_only_do_not_change(counting: Any) -> None:

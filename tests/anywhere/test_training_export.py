@@ -143,6 +143,33 @@ def test_round_trip(digits: Path, tmp_path: Path) -> None:
     assert_same(never_left, {name: value.numpy() for name, value in again.state_dict().items()})
 
 
+def test_parameters_of_different_ages_keep_them(tmp_path: Path) -> None:
+    """As BaseFinetuning makes them, which adds a parameter group in mid-fit: Adam corrects each by its own age."""
+    module, folder = Small(), tmp_path / "exported"
+    optimizer = torch.optim.Adam([module.layer.bias], lr=0.1)
+    module.layer.weight.requires_grad_(False)
+    batches = [small_batch(seed=seed) for seed in range(12)]
+
+    def train(part: list[Any]) -> None:
+        for batch in part:
+            optimizer.zero_grad()
+            module.training_step(batch, 0).backward()
+            optimizer.step()
+
+    train(batches[:4])
+    optimizer.add_param_group({"params": [module.layer.weight.requires_grad_()]})
+    train(batches[4:6])
+    export_training(module, batches[0], folder, optimizer=optimizer)
+    training, _ = steps_of(folder, batches[6:9], lr=0.1)
+    training.save()
+    train(batches[6:9])
+    assert_same(module, training.state)
+    back = Small()
+    made = torch.optim.Adam([{"params": [back.layer.bias]}, {"params": [back.layer.weight]}], lr=0.1)
+    load_training_state(back, folder).load_into(made)
+    assert [made.state[value]["step"].item() for value in (back.layer.bias, back.layer.weight)] == [9, 5]
+
+
 def test_state_of_another_module_is_refused(digits: Path) -> None:
     other = DigitsCNN(8)
     before = copy.deepcopy(other.state_dict())

@@ -175,7 +175,7 @@ class _Writer:
         gradients = _clipped(ctx, gradients, settings)
         for name, gradient in gradients.items():
             like = likes[name]
-            states = {key: self._state(key, name, like) for key, of in optimizer.states.items() if name in of}
+            states = {key: self._state(key, name, of[name]) for key, of in optimizer.states.items() if name in of}
             before = left[name] if name in left else ctx.values[trace.state[name]]
             value, new = optimizer.update(ctx, name, before, gradient, states, clock)
             if apply is not None:
@@ -183,7 +183,7 @@ class _Writer:
                 new = {key: where(apply, made, states[key]) for key, made in new.items()}
             self._output(f"next/{name}", "parameter", name, like, value)
             for key, made in new.items():
-                self._output(f"next/{key}/{name}", "state", f"{key}/{name}", like, made)
+                self._output(f"next/{key}/{name}", "state", f"{key}/{name}", optimizer.states[key][name], made)
 
     def _returned(self, gradients: Mapping[str, Value], state: Mapping[str, tuple[str, Tensor]]) -> None:
         for name, gradient in gradients.items():

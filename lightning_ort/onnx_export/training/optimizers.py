@@ -18,6 +18,7 @@ _SETTINGS = {
     torch.optim.AdamW: ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
 }
 SUPPORTED = ", ".join(kind.__name__ for kind in _SETTINGS)
+STEP = "step"  # what torch calls the number of updates of one parameter
 _WITHOUT = "take export_training(..., optimizer=None) (--gradients-only), which returns gradients."
 
 
@@ -36,7 +37,7 @@ class Optimizer:
 
     name: str  # SGD, Adam or AdamW
     groups: tuple[Group, ...]  # its groups, with those parameters that are trained
-    # the values of its states, by kind and then by parameter
+    # the values of its states, by kind and then by parameter; with "step" if some parameters are younger than others
     states: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     step: int = 0  # how many updates it has made
     scheduler: str | None = None  # the class of the learning rate's schedule, if the module configures one
@@ -48,11 +49,15 @@ class Optimizer:
         """Return the new value of a parameter, and of its states."""
         index = next(index for index, group in enumerate(self.groups) if name in group.parameters)
         settings = self.groups[index].settings
+        own = {STEP: states[STEP] + 1} if STEP in states else {}
+        if own:
+            clock = clock.at(own[STEP])
         rate = clock.rate(index)
         if settings["maximize"]:
             gradient = -gradient
         function = _sgd if self.name == "SGD" else _adam
-        return function(value, gradient, states, rate, clock, settings)
+        value, new = function(value, gradient, states, rate, clock, settings)
+        return value, new | own
 
 
 class Clock:
@@ -62,6 +67,10 @@ class Clock:
         self._rates, self._ctx = rates, ctx
         self.step = step
         self._known: dict[Any, Value] = {}
+
+    def at(self, step: Value) -> "Clock":
+        """Return a clock with the same rates for another number of updates."""
+        return Clock(self._ctx, self._rates, step)
 
     def once(self, key: Any, make: Callable[[], Value]) -> Value:
         """Return what was made for a key, or make it."""
@@ -148,7 +157,7 @@ def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str],
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups: list[Group] = []
     states: dict[str, dict[str, Tensor]] = {name: {} for name in _state_names(optimizer)}
-    step = 0
+    steps: dict[str, int] = {}  # of trained parameters
     for group in optimizer.param_groups:
         own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
         if len(own) < len(group["params"]):
@@ -161,10 +170,13 @@ def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str],
         groups.append(Group(float(group["lr"]), kept, settings))
         for name, parameter in zip(own, group["params"], strict=True):
             state = optimizer.state.get(parameter, {})
-            step = max(step, int(state.get("step", 0)))
+            if name in trained:
+                steps[name] = int(state.get(STEP, 0))
             for key in _state_names_of(kind, settings) if name in trained else ():
                 value = state.get(key)
                 states[key][name] = torch.zeros_like(parameter) if value is None else value.detach().clone()
+    if len({*steps.values()}) > 1:  # some are trained since a later step, as Lightning's BaseFinetuning does
+        states[STEP] = {name: torch.tensor(float(step)) for name, step in steps.items()}
     missing = trained - {name for group in groups for name in group.parameters}
     if missing:
         raise ExportFailed(
@@ -175,6 +187,7 @@ def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str],
     if scheduler is None and any("initial_lr" in group for group in optimizer.param_groups):
         scheduler = "the schedule"
     scheduled = any("base_momentum" in group for group in optimizer.param_groups)
+    step = max(steps.values(), default=0)
     return Optimizer(kind.__name__, tuple(groups), states, step, scheduler, scheduled)
 
 

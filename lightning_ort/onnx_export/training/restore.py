@@ -49,9 +49,8 @@ class TrainingState:
                     key: values[name] for key, values in self.states.items() if (name := names[id(parameter)]) in values
                 }
                 if own and self.steps:
-                    state = {key: value.clone().to(parameter.device) for key, value in own.items()}
-                    if is_adam:
-                        state["step"] = torch.tensor(float(self.steps))
+                    state = {"step": torch.tensor(float(self.steps))} if is_adam else {}
+                    state |= {key: value.clone().to(parameter.device) for key, value in own.items()}
                     optimizer.state[parameter] = state
 
     def checkpoint(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> Path:
@@ -149,7 +148,7 @@ def _roles(folder: Path, values: Mapping[str, np.ndarray]) -> dict[str, str]:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         return {each["name"]: each["role"] for each in about["state"]}
     except (OSError, ValueError, KeyError, TypeError):  # a state that was saved alone
-        kinds = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "gradient_sum")
+        kinds = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step", "gradient_sum")
         return {name: "state" for name in values if name.partition("/")[0] in kinds}
 
 

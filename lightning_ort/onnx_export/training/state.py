@@ -162,7 +162,10 @@ def _noting_modules(called: dict[str, dict[str, Any]]) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setprofile(before)
+        if before is None or callable(before):
+            sys.setprofile(before)
+        else:  # cProfile's, as of Trainer(profiler="advanced")
+            before.enable()
         if collects:
             gc.enable()
 

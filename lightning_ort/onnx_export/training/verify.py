@@ -100,7 +100,7 @@ class Reference:
         found = {**self.parameters, **dict(self.module.named_buffers())}
         for name, value in self.parameters.items() if self.optimizer is not None else ():
             for key, state in self.optimizer.state.get(value, {}).items():  # type: ignore[union-attr]
-                if isinstance(state, Tensor) and state.shape == value.shape and key != "step":
+                if isinstance(state, Tensor) and state.shape == value.shape:
                     found[f"{key}/{name}"] = state
         return {name: value.detach() for name, value in found.items()}
 
