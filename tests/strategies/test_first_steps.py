@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_modules import Small
-from torch import Tensor, autograd
+from torch import Tensor, autograd, nn
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compat.autograd import WatchedCalls
@@ -170,6 +170,26 @@ def test_an_error_in_the_first_step_comes_before_anything_is_compiled(
     with pytest.raises(IndexError):
         make_trainer(strategy=ORTStrategy(config=config), max_epochs=1, limit_val_batches=0).fit(Wrong())
     assert compiled == []
+
+
+class MadeLate(Small):
+    """Its first step makes its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(3))
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_lazy_parameters_take_their_random_numbers(steps: int, make_trainer: Callable[..., Any]) -> None:
+    after = []
+    for strategy in ("auto", ORTStrategy(config={"start": "now"})):
+        torch.manual_seed(0)
+        trainer = make_trainer(strategy=strategy, max_steps=steps, limit_val_batches=0)
+        trainer.fit(module := MadeLate())
+        after.append((torch.rand(3), *module.state_dict().values()))
+    torch.testing.assert_close(*after)
+    assert (trainer.strategy.report.ort_runs > 0) == (steps > 1)
 
 
 def test_the_only_step_of_a_run_is_compiled_at_once(make_trainer: Callable[..., Any]) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from torch.nn.parameter import is_lazy
+
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.autograd import WatchedCalls, next_number
 from lightning_ort.compiler.reason import Reason, ReasonType
@@ -99,6 +101,8 @@ class UserStep(NamedTuple):
 
     def unchanged_steps(self, module: Any, name: str) -> int:
         """How many steps run unchanged in any case: one of several shows the user's errors before anything compiles."""
+        if any(map(is_lazy, module.module.parameters())):
+            return 1  # traced, what makes them would take nothing of the random numbers
         if module.saves_memory(name):
             return 0  # which may be all that there is no memory for
         if module.is_amortized:
