@@ -195,6 +195,20 @@ def test_clipping_accumulation_and_rates(tmp_path: Path) -> None:
     np.testing.assert_array_equal(training.state["layer.weight"], before["layer.weight"])
 
 
+def test_gradients_that_the_step_makes_itself_do_not_count(tmp_path: Path) -> None:
+    """The Trainer sets them to zero between the step and the backward pass of its loss."""
+
+    def work(module: Small, hidden: Tensor) -> Tensor:
+        hidden.exp().mean().backward(retain_graph=True)
+        return hidden
+
+    module, batch = Small(work), small_batch()
+    export_training(module, batch, tmp_path / "exported")
+    training, _ = steps_of(tmp_path / "exported", [batch])
+    fit(module, [batch])
+    assert_same(module, training.state)
+
+
 def test_without_an_optimizer_it_returns_gradients(tmp_path: Path) -> None:
     module, batch = Small(), small_batch()
     export_training(module, batch, tmp_path / "exported", optimizer=None)

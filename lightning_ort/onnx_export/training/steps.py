@@ -132,6 +132,9 @@ class Step:
             raise StepFailed(f"{self.name} returns a loss that no parameter has a part in.")
         scaled = loss / self._accumulate if self._accumulate > 1 else loss
         self._hook("on_before_zero_grad", self._optimizer)
+        # as zero_grad: the step may have called backward itself
+        for parameter in self.module.parameters() if self._accumulate == 1 else ():
+            parameter.grad = None
         self._hook("on_before_backward", scaled)
         note_forward(scaled)
         scaled.backward()
