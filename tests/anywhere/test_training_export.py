@@ -207,6 +207,8 @@ def test_gradients_that_the_step_makes_itself_do_not_count(tmp_path: Path) -> No
     training, _ = steps_of(tmp_path / "exported", [batch])
     fit(module, [batch])
     assert_same(module, training.state)
+    with pytest.raises(ExportFailed, match=r"training_step calls backward itself.*Pass accumulate_grad_batches=1"):
+        export_training(module, batch, tmp_path / "accumulated", accumulate_grad_batches=2)
 
 
 def test_without_an_optimizer_it_returns_gradients(tmp_path: Path) -> None:

@@ -102,8 +102,13 @@ class Step:
             answer = self._hook("on_train_batch_start", batch, number) if trains else None
             if type(answer) is int and answer == -1:
                 raise StepFailed("on_train_batch_start returns -1, which ends an epoch: a model has none.")
-            function = getattr(self.module, self.name)
+            function, before = getattr(self.module, self.name), self._with_gradients()
             result = function(*(batch, number, 0)[: _count_of_parameters(function)])
+            if trains and self._accumulate > 1 and self._with_gradients() - before:
+                raise StepFailed(
+                    f"{self.name} calls backward itself: a Trainer adds such gradients to those of the loss in some"
+                    " batches of an accumulation alone. Pass accumulate_grad_batches=1, or use torch.autograd.grad."
+                )
             loss = self._loss(result)
             if trains:
                 assert loss is not None
@@ -126,6 +131,9 @@ class Step:
             self._hook("on_train_batch_end", self._outputs, batch, 0)
         finally:
             shims.remove()
+
+    def _with_gradients(self) -> set[nn.Parameter]:
+        return {parameter for parameter in self.module.parameters() if parameter.grad is not None}
 
     def _backward(self, loss: Tensor) -> None:
         if not loss.requires_grad:
