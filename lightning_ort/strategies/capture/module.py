@@ -204,7 +204,7 @@ class CapturedModule(RunFacts):
 
     def leave_gradients(self, make: Callable[[], "WaitingGradients"]) -> bool:
         """Let the gradients of a step wait for its backward pass, if nothing else takes part in that."""
-        if not self.writes_gradients():
+        if not self.may_touch_gradients[0] or torch.is_anomaly_enabled():  # writes_gradients, without a call
             return False
         self.waiting = make()
         return True
