@@ -45,6 +45,7 @@ from lightning_ort.strategies.checkpoints import atomic_io
 from lightning_ort.strategies.dropout_masks import DropoutMasks
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import HostMemory, RetainedMemory
+from lightning_ort.strategies.lean.direct import OF_STEP
 from lightning_ort.strategies.lean.lean import Lean
 from lightning_ort.strategies.optimizers import SwapOptimizersCallback, choose_swap, steps_with_closure, swap_optimizers
 from lightning_ort.strategies.race.turn import NO_CONTEXT
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 
 _DEFAULT = ORTConfig()
-# methods of Lightning's strategy that a step may go without
-OF_STEP = ("training_step", "backward", "optimizer_step")
 
 
 class ORTMixin(lightning_bases.Strategy):

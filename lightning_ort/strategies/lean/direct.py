@@ -25,8 +25,8 @@ from lightning_ort.strategies.lean.remembered import Remembered
 
 SKIPPED = "`training_step` returned `None`. If this was on purpose, ignore this warning..."  # as Lightning says it
 _AROUND = ("pre_backward", "post_backward")
-_OF_STEP = ("training_step", "backward", "optimizer_step")
-_OF_STRATEGY = (*_OF_STEP, *_AROUND)
+OF_STEP = ("training_step", "backward", "optimizer_step")  # methods of Lightning's strategy that it goes without
+_OF_STRATEGY = (*OF_STEP, *_AROUND)
 _OF_CLOSURE = ("optimizer_step", WRAP_CLOSURE, AFTER_CLOSURE, "train_step_context", "forward_context")
 _OF_PRECISION = (*_OF_CLOSURE, "backward", *_AROUND, "clip_gradients")
 _OF_WRAPPER = ("step", "_on_before_step", "_on_after_step")
@@ -59,7 +59,7 @@ class DirectStep:
                 lean.strategy,
                 (
                     *_OF_STRATEGY,
-                    *(f"stock_class.{name}" for name in _OF_STEP),
+                    *(f"stock_class.{name}" for name in OF_STEP),
                     *(f"{PRECISION}.{name}" for name in _OF_PRECISION),
                 ),
             ),
