@@ -49,7 +49,7 @@ def check(seed: int, folder: Path) -> None:
     assert_same(resumed["stock"], resumed["lean"], f"resumed, {what}")
 
 
-@pytest.mark.parametrize("seed", [*range(8), 84, 100, 805, 881])  # the last four have shown defects
+@pytest.mark.parametrize("seed", [*range(8), 84, 100, 665, 805, 881])  # the last five have shown defects
 def test_same_record(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
 

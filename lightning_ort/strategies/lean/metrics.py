@@ -37,7 +37,7 @@ class LeanConnector(LeanObject, lightning_bases.LoggerConnector):
     @override
     def on_batch_end(self) -> None:
         lean, own = self._lean, self.__dict__
-        results, lean.results = lean.results, None
+        results, lean.results, lean.values_of_bar = lean.results, None, None
         now = None if results is None else step_values(results)
         lean.logged = now is None or bool(now[0])
         if (before := lean.values) is not None and (now is None or now[0][: len(before[0])] != before[0]):
@@ -56,21 +56,26 @@ class LeanConnector(LeanObject, lightning_bases.LoggerConnector):
         return None
 
     def make(self) -> None:
-        """Show the values of the last batch."""
+        """Show the values of the last batch, and in a bar's dictionary those of this one that a bar has asked for."""
         lean = self._lean
         if (kept := lean.values) is not None:
             lean.values = None
             metrics = shown(kept)
             for name, kind in DICTIONARIES.items():
                 vars(self)[name].update(metrics[kind])
+        if (kept := lean.values_of_bar) is not None:
+            lean.values_of_bar = None
+            vars(self)[OF_BAR].update(shown(kept)["pbar"])
 
     def seen(self) -> "tuple[dict[str, Any], list[Any]] | None":
         """Return what a bar shows now: metrics, and values that come on top; ``None`` if only Lightning knows."""
-        results, kept = self._lean.results, [] if self._lean.values is None else [self._lean.values]
-        if results is not None:
-            if (now := step_values(results)) is None:
+        lean = self._lean
+        kept = [] if lean.values is None else [lean.values]
+        if lean.results is not None:
+            if (now := step_values(lean.results)) is None:
                 return None
             kept.append(now)
+            lean.values_of_bar = now
         return dict(vars(self)[OF_BAR]), kept
 
     @property

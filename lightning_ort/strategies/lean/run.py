@@ -27,6 +27,7 @@ class LeanRun:
     results: Any = None  # the collection that metrics are logged to, within a batch
     logged = False  # whether the last batch has values of a step
     values: Any = None  # what a batch has logged, until somebody reads it
+    values_of_bar: Any = None  # what this batch had logged when a bar asked
 
     def __init__(self, namespace: LightningNamespace, trainer: "pl.Trainer", strategy: "Strategy") -> None:
         self.namespace = namespace
