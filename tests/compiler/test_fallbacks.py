@@ -18,6 +18,7 @@ from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.running import fallbacks
+from lightning_ort.compiler.running.graph_check import GraphCheck
 from lightning_ort.compiler.running.guarded_region import GuardedRegion
 from tests.compiler.failures import BACKWARD, FORWARD, TRIAL, inject
 
@@ -116,6 +117,68 @@ def test_a_region_that_runs_out_of_memory_is_freed_before_torch_runs():
     del session
     assert region(torch.ones(1)) == [True]
     assert [reason.type for reason in reasons] == [ReasonType.RUN_FAILED]
+
+
+def test_a_graph_that_runs_out_of_memory_is_freed_before_eager_runs():
+    class Compiled:
+        def __call__(self, *args):
+            raise torch.OutOfMemoryError("injected")
+
+    compiled, failures = Compiled(), []
+    alive = weakref.ref(compiled)
+    graph = fallbacks.GuardedGraph(
+        compiled, lambda x: [alive() is None], fallbacks.PassMonitor(1), failures.append, failures.append
+    )
+    del compiled
+    assert graph(torch.ones(1)) == [True]
+    assert [type(failure) for failure in failures] == [torch.OutOfMemoryError]
+
+
+def test_an_input_that_eager_does_not_need_may_change_before_the_backward_pass():
+    """Nothing is compared then: eager would begin with the changed one."""
+    told = []
+    check = GraphCheck(lambda seconds, largest: told.append(largest), told.append)
+    graph = fallbacks.GuardedGraph(
+        exponentials, exponentials, fallbacks.PassMonitor(1), *[told.append] * 2, check=check
+    )
+    x = nn.Parameter(torch.ones(2))
+    (out,) = graph(x)
+    with torch.no_grad():
+        x.mul_(2)
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(2).exp())
+    assert told == [0]  # the results
+
+
+def exponentials(x):
+    return (x.exp(),)
+
+
+def test_a_graph_without_backward_passes_is_no_longer_prepared_for_one():
+    told, x = [], nn.Parameter(torch.ones(2))
+    graph = fallbacks.GuardedGraph(exponentials, exponentials, fallbacks.PassMonitor(1), *[told.append] * 2)
+    trusted = [(graph(x), graph.trusted)[1] for _ in range(200)]
+    assert trusted == sorted(trusted)
+    assert trusted[0] < trusted[-1]
+    assert not told
+
+
+def test_results_that_share_memory():
+    def f(x):
+        product = x.exp() * 2
+        return product[:2], product[1:]
+
+    call, backend = compiled(f, min_region_nodes=1)
+    for _ in range(2):
+        found = []
+        for function in (f, call):
+            x = torch.arange(3.0, requires_grad=True)
+            first, second = function(x)
+            (first.sum() + second.square().sum()).backward()
+            found.append(x.grad)
+        torch.testing.assert_close(*found)
+    assert backend.report.ort_runs > 0
+    assert not backend.report.fallbacks
 
 
 def test_a_region_that_torch_cannot_time_stays_on_onnxruntime(monkeypatch, caplog):
