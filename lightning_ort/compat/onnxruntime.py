@@ -124,11 +124,6 @@ def cuda_provider_error() -> str | None:
     return None
 
 
-def import_fused_ops() -> None:
-    """Import the CUDA extension of ``onnxruntime.training.optim.FusedAdam`` (onnxruntime-training 1.19)."""
-    importlib.import_module("onnxruntime.training.ortmodule.torch_cpp_extensions.cuda.fused_ops")
-
-
 def mark_preprocessed(model: "onnx.ModelProto") -> None:
     """Mark a model as prepared for quantization; the quantizer warns about other models (onnxruntime 1.19)."""
     from onnxruntime.quantization.quant_utils import add_pre_process_metadata

@@ -75,14 +75,6 @@ def test_cuda_provider_error() -> None:
     assert "providers_shared" not in error  # that one is in every build
 
 
-def test_fused_ops() -> None:
-    """Importing it would import ORTModule, which does not import with this torch and leaves torch changed."""
-    folder = Path(onnxruntime.__file__).parent / "training"
-    if not folder.is_dir():
-        pytest.skip("for the training build")
-    assert (folder / "ortmodule" / "torch_cpp_extensions" / "cuda" / "fused_ops").is_dir()
-
-
 def test_mark_preprocessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from onnxruntime.quantization import quantize_dynamic
 
