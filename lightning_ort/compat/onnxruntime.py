@@ -86,16 +86,6 @@ def binds_bfloat16() -> bool:
     return SessionIOBinding.bind_input.__doc__.count("OrtDevice") > 1
 
 
-def ep_devices() -> dict[str, list[Any]]:
-    """Return the devices of each provider that a program can add as a plug-in, by its name (onnxruntime 1.23)."""
-    import onnxruntime
-
-    found: dict[str, list[Any]] = {}
-    for device in getattr(onnxruntime, "get_ep_devices", list)():
-        found.setdefault(device.ep_name, []).append(device)
-    return found
-
-
 @contextmanager
 def without_device_warning() -> Iterator[None]:
     """Within the block onnxruntime does not warn that the number of a GPU names no plug-in (onnxruntime 1.31).

@@ -4,7 +4,6 @@ import functools
 import logging
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -97,10 +96,3 @@ def test_binds_bfloat16() -> None:
     else:
         with pytest.raises(Exception, match="(?i)incompatible|type"):
             bind(TensorProto.BFLOAT16, (2, 3), x.data_ptr())
-
-
-def test_ep_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(compat.ep_devices()) <= set(onnxruntime.get_available_providers())  # without any plug-in
-    device = SimpleNamespace(ep_name="PlugIn")
-    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [device, device], raising=False)
-    assert compat.ep_devices() == {"PlugIn": [device, device]}
