@@ -19,7 +19,6 @@ from lightning_ort._arguments import closest
 from lightning_ort._imports import __version__
 from lightning_ort._text import plain
 from lightning_ort.cli import run
-from lightning_ort.cli.arguments import in_one_style
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,7 +49,7 @@ def main() -> None:
 
 def _run_command(started: float) -> None:
     commands = _commands()
-    arguments = in_one_style(sys.argv[1:])
+    arguments = sys.argv[1:]
     # only the module of the command that is called: most of them need torch
     wanted = next((argument for argument in arguments if not argument.startswith("-")), "")
     if wanted and wanted not in commands:

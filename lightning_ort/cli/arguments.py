@@ -1,12 +1,9 @@
-"""What the commands add to argparse: one style for options, and lists, mappings and switches as people write them."""
+"""What the commands add to argparse: mappings and switches as people write them."""
 
 import argparse
-import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-_OPTION = re.compile(r"(--[A-Za-z][\w-]*)(?:\.([\w.-]+))?(?:=(.*))?", re.DOTALL)
 MODULE = "class or function that returns the LightningModule, as package.module:name or path/to/file.py:name"
 DATA = "a LightningDataModule, or a function that returns a DataLoader; by default, the module has its own data"
 CONFIG = (
@@ -17,40 +14,6 @@ TRUST = (
     "also load files that name functions and classes to call, for example because hyperparameters are objects; such a"
     " file may do anything on this machine, so only use this for a checkpoint that you trust"
 )
-
-
-def in_one_style(arguments: Sequence[str]) -> list[str]:
-    """Return arguments as parsers know them: ``--warm-up`` for ``--warm_up``, ``--args a=8`` for ``--args.a 8``."""
-    found: list[str] = []
-    remaining = iter(arguments)
-    for argument in remaining:
-        if (match := _OPTION.fullmatch(argument)) is None:
-            found.append(argument)
-            continue
-        option, key, value = match[1].replace("_", "-"), match[2], match[3]
-        if key is not None:
-            found += [option, f"{key}={next(remaining, '') if value is None else value}"]
-        else:
-            found.append(option if value is None else f"{option}={value}")
-    return found
-
-
-def _elements(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    def parse(text: str) -> list[Any]:
-        if not (text.startswith("[") and text.endswith("]")):
-            return [kind(text)]
-        return [kind(element.strip(" \"'")) for element in text[1:-1].split(",") if element.strip()]
-
-    parse.__name__ = kind.__name__  # argparse names it in its errors
-    return parse
-
-
-class _Extend(argparse.Action):
-    """Joins the lists that are an option's values."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Store them as one list."""
-        setattr(namespace, self.dest, [element for value in values for element in value])
 
 
 def mapping(text: str) -> dict[str, Any]:
@@ -94,11 +57,6 @@ def switch(text: str) -> bool:
     if (word := text.lower()) not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r}: write true or false")
     return word == "true"
-
-
-def add_list(parser: argparse._ActionsContainer, option: str, kind: Callable[[str], Any], help: str) -> None:
-    """Add an option that takes elements, or several in brackets."""
-    parser.add_argument(option, nargs="+", type=_elements(kind), action=_Extend, help=help)
 
 
 def add_mapping(parser: argparse._ActionsContainer, option: str, help: str) -> None:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_ort._arguments import check_writable
 from lightning_ort._text import PlainTable, console, digits, plain, say, show
-from lightning_ort.cli.arguments import add_list, add_mapping, add_project
+from lightning_ort.cli.arguments import add_mapping, add_project
 from lightning_ort.cli.load import load_project
 from lightning_ort.config import ORTConfig
 from lightning_ort.tuning.api import machine
@@ -50,7 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add what :func:`bench` takes."""
     add = parser.add_argument
     add_project(parser)
-    add_list(parser, "--variants", str, f"the variants to compare (default: {' '.join(VARIANTS)})")
+    add("--variants", nargs="+", help=f"the variants to compare (default: {' '.join(VARIANTS)})")
     add("--rounds", type=int, default=7, help="how often each variant is timed (default: %(default)s)")
     add("--steps", type=int, default=20, help="number of batches in a round (default: %(default)s)")
     add(

@@ -11,7 +11,7 @@ import torch
 
 from lightning_ort._arguments import check_keywords
 from lightning_ort._text import say
-from lightning_ort.cli.arguments import DATA, MODULE, TRUST, add_list, add_mapping, add_switch
+from lightning_ort.cli.arguments import DATA, MODULE, TRUST, add_mapping, add_switch
 from lightning_ort.cli.load import call, described, load
 from lightning_ort.onnx_export.export import check_settings, export_onnx
 from lightning_ort.onnx_export.failure import ExportFailed
@@ -42,7 +42,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=Path,
         help="inputs of forward: a .pt file with a tensor, tuple or dict, or a .npz file with an array for each name",
     )
-    add_list(parser, "--input-shape", int, "shape of the single float32 input, batch first, such as 1 3 224 224")
+    add(
+        "--input-shape", type=int, nargs="+", help="shape of the single float32 input, batch first, such as 1 3 224 224"
+    )
     add_switch(parser, "--dynamic-batch", "whether the batch size may change (default: true)", default=True)
     add("--tolerance", type=float, default=1e-4, help="largest difference from the module (default: %(default)s)")
     add("--quantize", choices=get_args(Quantize), help="reduce the weights to int8 or fp16")

@@ -8,7 +8,7 @@ from rich.filesize import decimal
 from torch import nn
 
 from lightning_ort._text import PlainTable, console, say
-from lightning_ort.cli.arguments import add_list, add_mapping
+from lightning_ort.cli.arguments import add_mapping
 from lightning_ort.cli.load import call, load
 from lightning_ort.optim.memory import STATES, predict
 
@@ -19,8 +19,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("module", help="class or function that creates it, as package.module:name or path/to/file.py:name")
     add_mapping(parser, "--args", "keyword arguments for the module")
     names = "implementations of the optimizer, as in ORTStrategy(optim=...); by default, all of them"
-    add_list(parser, "--optim", str, names)
-    add_list(parser, "--ranks", int, "numbers of processes to show ZeRO stage 1 for")
+    add("--optim", nargs="+", help=names)
+    add("--ranks", type=int, nargs="+", help="numbers of processes to show ZeRO stage 1 for")
 
 
 def memory(given: Namespace) -> None:

@@ -91,8 +91,8 @@ def test_stock_and_ort_are_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    arguments = ["--variants=[stock+fused,ort]", "--rounds=2", "--steps=3", "--warm_up=2", f"--output={tmp_path}"]
-    run(monkeypatch, f"{MODULES}:Small", *arguments, "--args.width=16", "--ort_config.placement=always")
+    arguments = ["--variants", "stock+fused", "ort", "--rounds=2", "--steps=3", "--warm-up=2", f"--output={tmp_path}"]
+    run(monkeypatch, f"{MODULES}:Small", *arguments, "--args", "width=16", "--ort-config", "placement=always")
     shown = capsys.readouterr()
     found = json.loads((tmp_path / "bench.json").read_text())
     stock, ort = found["rows"]
@@ -125,8 +125,8 @@ def test_configuration_of_lightning_cli(monkeypatch: pytest.MonkeyPatch, tmp_pat
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     monkeypatch.syspath_prepend(MODULES.parent)
-    arguments = [f"--config={path}", "--rounds=1", "--steps=2", "--warm_up=1", f"--output={tmp_path}"]
-    run(monkeypatch, *arguments, "--variants=[ort@32-true]", "--ort_config.placement=always")
+    arguments = [f"--config={path}", "--rounds=1", "--steps=2", "--warm-up=1", f"--output={tmp_path}"]
+    run(monkeypatch, *arguments, "--variants", "ort@32-true", "--ort-config", "placement=always")
     (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert row["error"] is None, (tmp_path / "ort@32-true" / "log.txt").read_text()
     assert row["summary"]["ort_runs"] > 0
@@ -156,7 +156,7 @@ def test_a_variant_that_fails_leaves_the_others(
 ) -> None:
     monkeypatch.setattr(Stopwatch, "slowdown", 3.0)
     limits(slowdown=1.25)
-    arguments = ["--variants=[stock,stock+adamw_apex_fused]", "--rounds=1", "--steps=1", "--warm_up=1"]
+    arguments = ["--variants", "stock", "stock+adamw_apex_fused", "--rounds=1", "--steps=1", "--warm-up=1"]
     run(monkeypatch, f"{MODULES}:Small", *arguments)
     lines = capsys.readouterr().out.splitlines()
     assert any("other programs used the machine (steps took 3.0 times as long)" in line for line in lines)
@@ -265,7 +265,7 @@ def test_table_is_whole_on_a_narrow_terminal(
             one.__dict__ |= vars(trial(one.name, [seconds]))
 
     monkeypatch.setattr(bench, "compare", measured)
-    monkeypatch.setattr(sys, "argv", ["lightning-ort", "bench", f"{MODULES}:Small", "--variants=[stock+fused,ort]"])
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "bench", f"{MODULES}:Small", "--variants", "stock+fused", "ort"])
     monkeypatch.setenv("COLUMNS", "40")
     main()
     shown = capsys.readouterr().out
@@ -301,11 +301,11 @@ def test_plot_shows_each_round_and_what_failed(monkeypatch: pytest.MonkeyPatch, 
         (["nowhere.py:Small"], "there is no file"),
         ([f"{MODULES}:Missing"], "has no attribute 'Missing'"),
         ([f"{MODULES}:Smalls"], "did you mean 'Small'"),
-        ([f"{MODULES}:Small", "--variants=[fast]"], "unknown engine 'fast'; allowed are stock, compile, torch, ort"),
+        ([f"{MODULES}:Small", "--variants", "fast"], "unknown engine 'fast'; allowed are stock, compile, torch, ort"),
         ([f"{MODULES}:Small", "--rounds=0"], "--rounds=0: must be at least 1"),
         ([f"{MODULES}:Small", "--output=/proc/x"], "--output='/proc/x'"),
-        ([f"{MODULES}:Small", "--ort_config.placment=always"], "did you mean 'placement'"),
-        ([f"{MODULES}:Small", "--variants=[ort+adamw_bnb_8bits]"], "did you mean 'adamw_bnb_8bit'"),
+        ([f"{MODULES}:Small", "--ort-config", "placment=always"], "did you mean 'placement'"),
+        ([f"{MODULES}:Small", "--variants", "ort+adamw_bnb_8bits"], "did you mean 'adamw_bnb_8bit'"),
         ([f"{MODULES}:WithoutData"], "there is no data to train with"),
         (["--config=nowhere.yaml"], "--config=nowhere.yaml: there is no such file"),
     ],

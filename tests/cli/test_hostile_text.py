@@ -93,7 +93,7 @@ def test_memory(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatc
     folder = tmp_path / NAME
     folder.mkdir()
     (folder / "nets.py").write_text("from torch.nn import Linear as Llama\n")
-    options = ["--args", '{"in_features": 4, "out_features": 4}', "--optim", "[adafactor]"]
+    options = ["--args", '{"in_features": 4, "out_features": 4}', "--optim", "adafactor"]
     shown = command("memory", f"{folder}/nets.py:Llama", *options)
     title = plain(f"{folder}/nets.py:Llama: 20 parameters")  # above the table, in lines of its width
     assert "".join(title.split()) in "".join(shown.split())

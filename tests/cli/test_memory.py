@@ -75,7 +75,7 @@ def test_t5_3b_on_the_meta_device(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert predict(module, "adamw_torch_fused").states / 1e9 == pytest.approx(8 * billions)
     # embeddings keep 32 bits
     assert 2 * billions < predict(module, "adamw_bnb_8bit").states / 1e9 < 2.2 * billions
-    options = ("--optim", "[adamw_torch_fused,adamw_bnb_8bit]", "--ranks", "[4]")
+    options = ("--optim", "adamw_torch_fused", "adamw_bnb_8bit", "--ranks", "4")
     run(monkeypatch, f"{ROOT}/examples/memory/t5_3b.py:t5_3b", *options)
     out = capsys.readouterr().out
     assert "22.8 GB" in out
@@ -90,7 +90,7 @@ def test_t5_3b_on_the_meta_device(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["no_such_package:x"], "no_such_package"),
         (["builtins:dict"], "torch.nn.Module"),
         (["torch.nn:ReLU"], "no parameter"),
-        (["torch.nn:Linear", "--args", '{"in_features": 4, "out_features": 4}', "--optim", "[adam]"], "choose one of"),
+        (["torch.nn:Linear", "--args", '{"in_features": 4, "out_features": 4}', "--optim", "adam"], "choose one of"),
     ],
 )
 def test_bad_input(args: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +107,8 @@ def test_every_prediction_is_of_a_known_name() -> None:
 
 
 def test_auto_and_keep_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-ort", "memory", "torch.nn:Linear", "--ranks", "[2,8]"])
-    sys.argv += ["--args", '{"in_features": 64, "out_features": 64}', "--optim", "[auto,keep,adamw_torch_foreach]"]
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "memory", "torch.nn:Linear", "--ranks", "2", "8"])
+    sys.argv += ["--args", '{"in_features": 64, "out_features": 64}', "--optim", "auto", "keep", "adamw_torch_foreach"]
     monkeypatch.setenv("COLUMNS", "80")
     main()
     lines = capsys.readouterr().out.splitlines()
