@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,31 +144,45 @@ def test_round_trip(digits: Path, tmp_path: Path) -> None:
     assert_same(never_left, {name: value.numpy() for name, value in again.state_dict().items()})
 
 
-def test_parameters_of_different_ages_keep_them(tmp_path: Path) -> None:
-    """As BaseFinetuning makes them, which adds a parameter group in mid-fit: Adam corrects each by its own age."""
+@pytest.mark.parametrize("young", [0, 2])
+@pytest.mark.parametrize(
+    "make",
+    [partial(torch.optim.Adam, lr=0.1), partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.3)],
+    ids=["adam", "sgd"],
+)
+def test_parameters_of_different_ages_keep_them(make: Any, young: int, tmp_path: Path) -> None:
+    """As BaseFinetuning makes them: Adam corrects by age, and a first gradient counts in full in spite of dampening."""
     module, folder = Small(), tmp_path / "exported"
-    optimizer = torch.optim.Adam([module.layer.bias], lr=0.1)
+    optimizer = make([module.layer.bias])
     module.layer.weight.requires_grad_(False)
     batches = [small_batch(seed=seed) for seed in range(12)]
 
-    def train(part: list[Any]) -> None:
+    def train(module: Any, optimizer: Any, part: list[Any]) -> None:
         for batch in part:
             optimizer.zero_grad()
             module.training_step(batch, 0).backward()
             optimizer.step()
 
-    train(batches[:4])
+    train(module, optimizer, batches[:4])
     optimizer.add_param_group({"params": [module.layer.weight.requires_grad_()]})
-    train(batches[4:6])
+    train(module, optimizer, batches[4 : 4 + young])
     export_training(module, batches[0], folder, optimizer=optimizer)
-    training, _ = steps_of(folder, batches[6:9], lr=0.1)
-    training.save()
-    train(batches[6:9])
-    assert_same(module, training.state)
-    back = Small()
-    made = torch.optim.Adam([{"params": [back.layer.bias]}, {"params": [back.layer.weight]}], lr=0.1)
-    load_training_state(back, folder).load_into(made)
-    assert [made.state[value]["step"].item() for value in (back.layer.bias, back.layer.weight)] == [9, 5]
+    made = []
+    for part in ([], batches[6:9]):
+        training, _ = steps_of(folder, part, lr=0.1)
+        training.save()
+        back = Small()
+        made.append(make([{"params": [back.layer.bias]}, {"params": [back.layer.weight]}]))
+        load_training_state(back, folder).load_into(made[-1])
+        train(module, optimizer, part)
+        assert_same(module, training.state)
+        rest = batches[9:]
+        stays = copy.deepcopy(module)
+        going_on = make([{"params": [stays.layer.bias]}, {"params": [stays.layer.weight]}])
+        going_on.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(back, made[-1], rest)
+        train(stays, going_on, rest)
+        assert_same(back, {name: value.numpy() for name, value in stays.state_dict().items()})
 
 
 def test_state_of_another_module_is_refused(digits: Path) -> None:

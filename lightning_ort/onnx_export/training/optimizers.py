@@ -171,7 +171,9 @@ def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str],
         for name, parameter in zip(own, group["params"], strict=True):
             state = optimizer.state.get(parameter, {})
             if name in trained:
-                steps[name] = int(state.get(STEP, 0))
+                # SGD counts none, and with dampening it matters which gradient is the first
+                has_begun = bool(settings.get("dampening")) and state.get("momentum_buffer") is not None
+                steps[name] = int(state.get(STEP, has_begun))
             for key in _state_names_of(kind, settings) if name in trained else ():
                 value = state.get(key)
                 states[key][name] = torch.zeros_like(parameter) if value is None else value.detach().clone()

@@ -48,8 +48,9 @@ class TrainingState:
                 own = {
                     key: values[name] for key, values in self.states.items() if (name := names[id(parameter)]) in values
                 }
-                if own and self.steps:
-                    state = {"step": torch.tensor(float(self.steps))} if is_adam else {}
+                step = own.pop("step", torch.tensor(float(self.steps)))
+                if own and step:  # torch has no states of what was never updated
+                    state = {"step": step.clone()} if is_adam else {}
                     state |= {key: value.clone().to(parameter.device) for key, value in own.items()}
                     optimizer.state[parameter] = state
 
