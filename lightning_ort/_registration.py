@@ -4,8 +4,12 @@ Importing Lightning takes seconds, and a program uses one of its two names. If t
 already, its names are registered at once; otherwise at the end of the program's own import of it. Both can happen while
 one of our modules, which need Lightning, is being imported. A name is therefore registered without its class, which is
 imported when the name is looked up.
+
+Lightning asks its registry for the list of names once for each Trainer. While our names are registered, that list knows
+which of them a misspelt one resembles.
 """
 
+import difflib
 import importlib.abc
 import importlib.machinery
 import logging
@@ -18,9 +22,14 @@ from types import ModuleType
 from typing import Any
 
 from lightning_ort._imports import NAMESPACES, LightningNamespace
-from lightning_ort._strategies import STRATEGIES
+from lightning_ort._strategies import SHORT_NAMES, STRATEGIES
 
 log = logging.getLogger(__name__)
+
+# what people write -> the name that they mean
+_MEANT = {each: each for names in STRATEGIES.values() for each in names.arguments}
+_MEANT |= {kind.lower(): names.name for kind, names in STRATEGIES.items()}
+_MEANT |= dict.fromkeys(("onnxruntime", "onnx", "lightning_ort"), "ort")
 
 
 def register_strategies() -> None:
@@ -40,10 +49,34 @@ def _register(namespace: LightningNamespace) -> None:
             for name in names.arguments:
                 if name not in registry:
                     registry[name] = RegistryEntry(name, namespace, kind, type(registry))
+        available = getattr(registry, "available_strategies", None)
+        if available is not None and "available_strategies" not in vars(registry):
+            registry.available_strategies = lambda: KnownNames(available())
     except Exception as error:  # a broken Lightning, or a stub in its place
         log.debug("the strategies are not registered in %s", namespace.package, exc_info=True)
         if not isinstance(error, ImportError):
             log.warning("The strategies of lightning-ort are not known to %s: %s", namespace.package, error)
+
+
+class KnownNames(list[str]):
+    """Names of strategies; a misspelt name of ours raises ``ValueError`` where it is looked up."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        if isinstance(name, type) and name.__name__ in STRATEGIES:
+            raise ValueError(
+                f"Trainer(strategy={name.__name__}): that is the class; pass an object, {name.__name__}()."
+            )
+        # those of Lightning too, so that `fdsp` is no question about ours
+        meant = {**dict.fromkeys(self), **_MEANT}
+        close = difflib.get_close_matches(name.lower(), meant, n=1) if isinstance(name, str) else []
+        if close and (ours := meant[close[0]]) is not None:
+            raise ValueError(
+                f"Trainer(strategy={name!r}): there is no such strategy; did you mean {ours!r}? The strategies of"
+                f" lightning-ort are {', '.join(SHORT_NAMES)}."
+            )
+        return False
 
 
 class RegistryEntry(dict[str, Any]):

@@ -42,3 +42,10 @@ STRATEGIES = {
         "ort_zero1", "DeepSpeed's ZeRO stage 1 on ONNX Runtime", {"_offload": {"offload_optimizer": True}}
     ),
 }
+# without those that only say how processes start
+SHORT_NAMES = [
+    name
+    for names in STRATEGIES.values()
+    for name, arguments in names.arguments.items()
+    if arguments.keys().isdisjoint(("start_method", "find_unused_parameters"))
+]

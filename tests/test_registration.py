@@ -305,6 +305,45 @@ def test_without_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
         _ = lightning_ort.ORTStrategy
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("orrt", "ort"),
+        ("ort_dp", "ort_ddp"),
+        ("ort-ddp", "ort_ddp"),
+        ("ort_zero2", "ort_zero1"),
+        ("onnxruntime", "ort"),
+        ("OrtStrategy", "ort"),
+        ("ORTDDPStrategy", "ort_ddp"),
+    ],
+)
+@pytest.mark.parametrize("namespace", NAMESPACES, ids=lambda namespace: namespace.package)
+def test_a_misspelt_name_gets_a_question(namespace: LightningNamespace, name: str, meant: str) -> None:
+    if not namespace.available:
+        pytest.skip(str(namespace.available))
+    trainer = importlib.import_module(namespace.package).Trainer
+    with pytest.raises(ValueError, match=f"{name.lower()}.*did you mean {meant!r}.*ort_zero1_native"):
+        trainer(strategy=name, accelerator="cpu", logger=False)
+
+
+@pytest.mark.parametrize("name", ["nothing_like_it", "fdsp", "deepsped", "dpd"])
+def test_names_that_are_not_like_ours_are_lightnings(name: str) -> None:
+    from lightning.pytorch import Trainer
+
+    with pytest.raises(ValueError, match="invalid strategy name") as caught:
+        Trainer(strategy=name, accelerator="cpu", logger=False)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_class_in_place_of_an_object() -> None:
+    from lightning.pytorch import Trainer
+
+    from lightning_ort import ORTStrategy
+
+    with pytest.raises(ValueError, match=r"class; pass an object, ORTStrategy\(\)"):
+        Trainer(strategy=ORTStrategy, accelerator="cpu", logger=False)  # type: ignore[arg-type]
+
+
 def test_a_misspelt_class_gets_a_question() -> None:
     import lightning_ort
 
