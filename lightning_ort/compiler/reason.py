@@ -48,6 +48,7 @@ class ReasonType(enum.Enum):
     PYTHON_STATE = "a graph would do it too late or otherwise"
     WRITES_TO_INPUT = "it writes to an input as only eager does"
     NOT_TIMED = "could not be timed"
+    ADVICE = "unused"
 
     @property
     def is_failure(self) -> bool:

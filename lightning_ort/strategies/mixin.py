@@ -11,7 +11,7 @@ The mixin overrides hooks of Lightning's strategies and calls its parts there. N
 - :mod:`~lightning_ort.strategies.optimizers`: other implementations of the optimizers
 - :mod:`~lightning_ort.strategies.checkpoints`: checkpoint files that are complete or absent
 - :class:`~lightning_ort.strategies.step_time.StepTime`: what the time of a training step is made of
-- :mod:`~lightning_ort.strategies.advice`: what would make a training step faster
+- :mod:`~lightning_ort.strategies.advice`: what a GPU offers and the run leaves unused, and what would save time
 - :mod:`~lightning_ort.precision.mixed`: our mixed precision in place of Lightning's
 """
 
@@ -39,7 +39,7 @@ from lightning_ort.optim.fused_update import FusedUpdate, may_update, only_own_h
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.optim.swap import OptimizerSwap
 from lightning_ort.precision.mixed import choose_precision
-from lightning_ort.strategies.advice import advice_on_time
+from lightning_ort.strategies.advice import advice_for, advice_on_time
 from lightning_ort.strategies.capture.capture import Capture
 from lightning_ort.strategies.checkpoints import atomic_io
 from lightning_ort.strategies.dropout_masks import DropoutMasks
@@ -202,6 +202,10 @@ class ORTMixin(lightning_bases.Strategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._delivery.on_train_start()
+        module = self.lightning_module
+        assert module is not None
+        for text in advice_for(module.trainer, module, self.root_device, self.ort_config):
+            self.report.record_choice("advice", Reason(ReasonType.ADVICE, text))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

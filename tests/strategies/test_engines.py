@@ -476,3 +476,13 @@ def test_the_report_says_where_fast_masks_have_no_effect(make_trainer: Callable[
     assert any(
         note.where == "dropout_masks" and note.reason.type is ReasonType.NO_EFFECT for note in strategy.report.notes
     )
+
+
+def test_the_report_has_the_advice(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ort.strategies.mixin.advice_for", lambda *args: [f"advice of {len(args)} facts"])
+    strategy = ORTStrategy(config={"placement": "always"})
+    make_trainer(strategy=strategy, max_steps=2).fit(Small())
+    (note,) = (note for note in strategy.report.notes if note.where == "advice")
+    assert (note.reason.type, note.reason.text) == (ReasonType.ADVICE, "advice of 4 facts")
+    assert strategy.report.ort_runs > 0
+    assert "advice of 4 facts" in strategy.report.to_text(width=200)
