@@ -236,3 +236,27 @@ def test_a_trial_that_runs_out_of_memory_is_over(
     reasons = [region.reason for graph in backend.report.graphs for region in graph.regions]
     assert {reason and reason.type for reason in reasons} == {ReasonType.NOT_TIMED}
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_region_without_memory_for_its_session_has_failed_where_nothing_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, refused = session.new_session, list[int]()
+
+    def once(*args: Any) -> Any:
+        if not refused:
+            refused.append(1)
+            raise MemoryError("injected")
+        return make(*args)
+
+    monkeypatch.setattr(session, "new_session", once)
+    debug: Any = {"torch_ops": ("aten.cos",), "min_region_nodes": 1, "intra_op_threads": 1}
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, debug=debug))
+    x = torch.randn(8, 8)
+    with torch.no_grad():
+        got = torch.compile(lambda x: (x @ x).cos() @ x, backend=backend)(x)
+    torch.testing.assert_close(got, (x @ x).cos() @ x, rtol=1e-4, atol=1e-4)
+    (fallback,) = backend.report.fallbacks
+    assert fallback.where == "inference_0/ort_1"
+    assert fallback.reason.type is ReasonType.SESSION_FAILED
+    assert backend.report.ort_runs > 0

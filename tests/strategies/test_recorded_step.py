@@ -258,6 +258,33 @@ def test_a_capture_that_fails_ends_no_run(make_trainer: Callable[..., Any], tape
     assert_equal(trainer, theirs)
 
 
+class NaNGradient(Module):
+    """Its gradients become NaN in a late step; from then on somebody looks for what makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = 0
+        self.register_buffer("gap", torch.ones(()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.begun = batch_idx
+        if batch_idx == BATCHES - 5:
+            torch.autograd.set_detect_anomaly(True)
+            self.gap.zero_()
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self(batch[0])
+        return (x - x.detach() + self.gap).square().sqrt().sum() + super().loss(batch)
+
+
+def test_what_makes_a_nan_is_found_after_replays(make_trainer: Callable[..., Any], tape: Tape) -> None:
+    module = NaNGradient()
+    with pytest.raises(RuntimeError, match="returned nan"):
+        fit(module, make_trainer, recording(), max_epochs=1)
+    assert tape.replayed > 0
+    assert module.begun == BATCHES - 5
+
+
 class Several(Module):
     """A second result could be differentiated."""
 

@@ -371,11 +371,11 @@ class RegionBuilder:
         except RegionRejected as rejection:
             if measured or rejection.reason.type is not ReasonType.NOT_TIMED:
                 raise
-            return Timing({}, next(iter(calls)))
+            return Timing({}, self._thread_counts[0])
         except Exception as error:  # onnxruntime's own exceptions derive from Exception directly
-            if calls and not measured and is_out_of_memory(error):
+            if not measured and is_out_of_memory(error):
                 free_memory_of(error)
-                return Timing({}, next(iter(calls)))
+                return Timing({}, self._thread_counts[0])
             raise RegionRejected(ReasonType.RUN_FAILED, error) from error
 
     def _leave_out(self, candidate: int | str, error: Exception, args: Sequence[Any] | None = None) -> None:
