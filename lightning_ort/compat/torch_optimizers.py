@@ -16,9 +16,19 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from lightning_ort.compat.lightning_sources import if_known
 
 
+def _hooks(optimizer: Optimizer, name: str) -> list[Callable[..., Any]]:
+    """Return hooks of an optimizer: none if its class does not call torch's constructor, as that of some wrappers."""
+    return [*vars(optimizer).get(name, {}).values()]
+
+
+def calls_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether ``step`` calls hooks, for which torch's constructor wraps it (torch 2.13)."""
+    return "_optimizer_step_post_hooks" in vars(optimizer)
+
+
 def load_state_dict_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """Return the hooks that an optimizer calls on a state dict before loading it (torch 2.13)."""
-    return list(optimizer._optimizer_load_state_dict_pre_hooks.values())
+    return _hooks(optimizer, "_optimizer_load_state_dict_pre_hooks")
 
 
 def run_load_state_dict_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +40,7 @@ def run_load_state_dict_pre_hooks(optimizer: Optimizer, state_dict: dict[str, An
 
 def run_load_state_dict_post_hooks(optimizer: Optimizer) -> None:
     """Call the hooks that an optimizer calls after loading a state dict (torch 2.13)."""
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+    for hook in _hooks(optimizer, "_optimizer_load_state_dict_post_hooks"):
         hook(optimizer)
 
 
@@ -158,8 +168,7 @@ def only_hooks_before_steps(optimizer: Optimizer, keep: Callable[[Any], bool]) -
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """Return the hooks before and after the steps of an optimizer (torch 2.13)."""
-    own = vars(optimizer)
-    return [*own["_optimizer_step_pre_hooks"].values(), *own["_optimizer_step_post_hooks"].values()]
+    return [hook for when in ("pre", "post") for hook in _hooks(optimizer, f"_optimizer_step_{when}_hooks")]
 
 
 def note_step(optimizer: Optimizer) -> None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_ort._arguments import check_choice, check_device, check_integer, check_type, names_its_arguments
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat import lightning_bases
-from lightning_ort.compat.torch_optimizers import unscaled_by_scaler
+from lightning_ort.compat.torch_optimizers import calls_step_hooks, unscaled_by_scaler
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -109,7 +109,7 @@ class MixedPrecisionMixin(lightning_bases.MixedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        if self.scaler is None:
+        if self.scaler is None or not calls_step_hooks(optimizer):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         losses: list[Any] = []
         steps: list[Any] = []

@@ -323,3 +323,41 @@ def test_unknown_name() -> None:
         ORTStrategy(optim="adamw_fused")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="did you mean 'adamw_torch_fused'"):
         ORTStrategy(optim="adamw_torch_fuse")
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps an optimizer without a call of torch's constructor, as that of several packages."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.steps = inner, 0
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        self.slow = [p.detach().clone() for p in inner.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.steps += 1
+        if self.steps % 3 == 0:
+            for parameter, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+                parameter.data.copy_(slow.lerp_(parameter.data, 0.5))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class LooksAhead(Small):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(torch.optim.AdamW(self.parameters(), lr=1e-2))
+
+
+@pytest.mark.parametrize(("scales", "optim"), [(False, "auto"), (False, "keep"), (True, "auto")])
+def test_an_optimizer_without_torchs_constructor(scales: bool, optim: str, make_trainer: Callable[..., Any]) -> None:
+    losses = []
+    for strategy in ("auto", ORTStrategy(config=ALWAYS, optim=optim)):
+        module = LooksAhead()
+        plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))] if scales else None
+        trainer = fit(module, make_trainer, strategy=strategy, plugins=plugins)
+        losses.append(module.losses)
+        assert trainer.optimizers[0].steps == trainer.global_step == 8
+    assert trainer.strategy.report.ort_runs > 0
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
