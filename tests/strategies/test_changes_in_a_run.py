@@ -1,6 +1,7 @@
 """What changes while a run lasts: hooks, methods, weights and copies, each as under the stock strategy."""
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from ort_settings import config_of
 from small_modules import Small
 from torch import Tensor, nn
@@ -331,3 +332,44 @@ class MockedReset(Copies):
 def test_a_mock_in_the_place_of_a_metrics_method(fit: Fit) -> None:
     stock, ours = fit(MockedReset)
     assert ours.reset.call_count == stock.reset.call_count
+
+
+PATCHES = {
+    "hooks": ([(LightningModule, "on_train_batch_start"), (LightningModule, "transfer_batch_to_device")], False),
+    "before backward": ([(LightningModule, "on_before_backward")], False),
+    "log": ([(LightningModule, "log")], True),
+    "backward": ([(Tensor, "backward")], True),
+}
+
+
+@pytest.mark.parametrize(("methods", "late"), PATCHES.values(), ids=PATCHES)
+@pytest.mark.parametrize("config", [{"engine": "torch"}, {"placement": "always"}], ids=["unchanged", "captured"])
+def test_methods_of_classes_that_are_replaced(
+    methods: list[Any], late: bool, config: Any, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what counts calls, before a run or in it."""
+    counts = []
+    for strategy in ("auto", ORTStrategy(config={**config, "cache_dir": None})):
+        calls: list[str] = []
+
+        def counted(method: Any, calls: list[str] = calls) -> Any:
+            @functools.wraps(method)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls.append(method.__name__)
+                return method(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+
+            def replace(_: Any = None, patch: Any = patch, counted: Any = counted) -> None:
+                for owner, name in methods:
+                    patch.setattr(owner, name, counted(getattr(owner, name)))
+
+            if not late:
+                replace()
+            callbacks = [From(replace)] if late else []
+            make_trainer(strategy=strategy, max_epochs=3, callbacks=callbacks).fit(Small())
+        counts.append(calls)
+    assert counts[0] == counts[1] != []
+    assert (strategy.report.ort_runs > 0) == ("placement" in config)

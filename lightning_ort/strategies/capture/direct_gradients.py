@@ -1,9 +1,11 @@
 """What a compiled step may do to ``.grad``, as nobody sees it: :func:`may_write_gradients` and those after it."""
 
-import functools
 import operator
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from lightning_ort._imports import LightningNamespace
@@ -30,6 +32,8 @@ def may_write_gradients(strategy: "Strategy", namespace: LightningNamespace) -> 
         _keeps(module, base, "backward")
         and _keeps_hook(strategy, namespace, "on_before_backward")
         and _keeps(strategy.precision_plugin, precision, "backward")
+        and _is_of_package(torch.Tensor.backward, torch.Tensor)
+        and _is_of_package(torch.autograd.backward, torch.Tensor)
     )
 
 
@@ -72,12 +76,13 @@ def runs_nothing_of_others(strategy: "Strategy", namespace: LightningNamespace) 
 
 def hooks_on_gradients(strategy: "Strategy", module: Any) -> list[Any]:
     """Return the methods on which the answers above depend: people replace them while they train."""
-    found = [_OF_MODULE(module), _BACKWARD(precision_of(strategy))]
+    found = [_OF_MODULE(module), _BACKWARD(precision_of(strategy)), _OF_TORCH(torch)]
     return [*found, *map(_ZERO_GRAD, optimizers_of(strategy)), *map(_HOOKS, callbacks_of(module))]
 
 
 _NAMES = ("on_before_backward", "on_before_zero_grad", *_LATER_HOOKS)
 _HOOKS, _ZERO_GRAD, _BACKWARD = (operator.attrgetter(*names) for names in (_NAMES, ("zero_grad",), ("backward",)))
+_OF_TORCH = operator.attrgetter("Tensor.backward", "autograd.backward")
 _OF_MODULE = operator.attrgetter("backward", "optimizer_zero_grad", *_NAMES)
 
 
@@ -94,9 +99,13 @@ def _keeps_hook(strategy: "Strategy", namespace: LightningNamespace, hook: str) 
 
 
 def _keeps(instance: Any, base: type, method: str) -> bool:
-    """Whether a method is that of a base class."""
-    return getattr(getattr(instance, method), "__func__", None) is _of_base(base, method)
+    """Whether a method is that of a base class, in whose place nobody has put another: people patch those too."""
+    function = getattr(getattr(instance, method), "__func__", None)
+    return function is getattr(base, method) and _is_of_package(function, base)
 
 
-# the function, not where it is: people patch those classes too
-_of_base = functools.cache(getattr)
+def _is_of_package(function: Any, kind: type) -> bool:
+    """Whether a function is one of the package that has a class."""
+    package: Any = sys.modules[kind.__module__.partition(".")[0]]
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(os.path.join(os.path.dirname(package.__file__), ""))

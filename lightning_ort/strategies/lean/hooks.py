@@ -24,11 +24,12 @@ class Hooks:
     def __init__(self, namespace: LightningNamespace, bars: Bars) -> None:
         self._bars, self._draws = bars, bars.draws
         module: Any = namespace.submodule("core.module").LightningModule
-        datamodule: Any = namespace.submodule("core.datamodule").LightningDataModule
-        # the functions, not where they are: people patch those classes too
+        hooks: Any = namespace.submodule("core.hooks")
+        # the functions, not where they are, and of the classes that define them: people patch all of those classes
         self._of_callback = dict(_hooks(namespace.submodule("callbacks.callback").Callback))
-        self._of_module = {name: getattr(module, name, None) for name in (*self._of_callback, *_OF_MODULES)}
-        self._of_batches = [tuple(getattr(kind, name) for name in OF_BATCHES) for kind in (module, datamodule)]
+        self._of_module = {name: getattr(hooks.ModelHooks, name, None) for name in self._of_callback}
+        self._of_module |= {name: getattr(module, name) for name in _OF_MODULES}
+        self._of_batches = tuple(getattr(hooks.DataHooks, name) for name in OF_BATCHES)
 
     def run(self, trainer: Any, module: Any, name: str, *args: Any) -> Any:
         """Call the hook of the callbacks and then that of the module, whose result is returned."""
@@ -72,7 +73,7 @@ class Hooks:
     def only_moves(self, module: Any) -> bool:
         """Return whether nothing of a module or datamodule is overridden that is called when a batch is moved."""
         try:
-            return _functions_of_batches(module) in self._of_batches
+            return _functions_of_batches(module) == self._of_batches
         except AttributeError:
             return False
 

@@ -29,6 +29,7 @@ class LeanLog:
     def __init__(self, lean: LeanRun) -> None:
         self._lean: Any = lean
         self._module, self._stock = lean.module, lean.module.log
+        self._of_class = lean.module.__class__.log
         self._known: dict[Any, KnownMetric] = {}
         self.timed: Callable[..., None] | None = None  # called in its place while times are measured
 
@@ -36,6 +37,8 @@ class LeanLog:
         """See :meth:`~lightning.pytorch.core.LightningModule.log`."""
         if self.timed is not None:
             return self.timed(name, value, *args, **kwargs)
+        if self._module.__class__.log is not self._of_class:  # somebody has replaced it since
+            return self._module.__class__.log(self._module, name, value, *args, **kwargs)
         lean = self._lean
         if (results := lean.results) is None or len(args) > _AFTER:  # not within a batch, or with its size by place
             return self._stock(name, value, *args, **kwargs)
@@ -81,6 +84,7 @@ class LeanLog:
         module = copy.deepcopy(self._module, memo)
         twin._lean, twin._module, twin._known, twin.timed = SimpleNamespace(results=None), module, {}, None
         twin._stock = functools.partial(type(module).log, module)
+        twin._of_class = type(module).log
         return twin
 
     def __reduce__(self) -> Any:
