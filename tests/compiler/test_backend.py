@@ -283,6 +283,14 @@ def test_zero_size_batch():
     assert backend.report.ort_runs > 0
 
 
+def test_empty_tensors_of_elementwise_operations():
+    backend = always()
+    compiled = torch.compile(lambda x: (x * 2).exp(), backend=backend, dynamic=False)
+    assert compiled(torch.randn(0, 8)).shape == (0, 8)
+    assert backend.report.ort_runs > 0
+    assert not backend.report.fallbacks
+
+
 # choices of the user
 
 

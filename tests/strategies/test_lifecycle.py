@@ -116,6 +116,21 @@ def test_any_order_of_runs(order: list[str], make_trainer: Callable[..., Any]) -
     assert trainer.strategy.report.ort_runs > 0
 
 
+class CountsRuns(Callback):
+    """Counts the runs of sessions in the sanity check."""
+
+    runs = -1
+
+    def on_sanity_check_end(self, trainer: Any, module: Any) -> None:
+        self.runs = trainer.strategy.report.ort_runs
+
+
+def test_a_sanity_check_compiles_where_all_is_compiled_at_once(make_trainer: Callable[..., Any]) -> None:
+    counts = CountsRuns()
+    make_trainer(strategy=always(), max_epochs=1, num_sanity_val_steps=2, callbacks=[counts]).fit(Small())
+    assert counts.runs > 0
+
+
 def test_same_code_is_compiled_once_for_all_runs(make_trainer: Callable[..., Any]) -> None:
     module, trainer = Small(), make_trainer(strategy=always(), max_epochs=1, limit_val_batches=0)
     trainer.fit(module)
