@@ -151,6 +151,7 @@ def test_roundings_are_no_difference(
     assert compiler.calls["backward"] > 10
     assert not report.fallbacks
     assert bool(report.run.audits) == (not config)
+    assert bool(report.run.audit_seconds) == (not config)
     assert (1e-6 < report.run.audit_difference < 1e-4) == (not config)
     found = [note.reason.text for note in report.notes if note.reason.type is ReasonType.NOT_AUDITED]
     assert any("draws other masks" in text for text in found) == ("dropout_masks" in config)

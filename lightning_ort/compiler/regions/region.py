@@ -260,12 +260,11 @@ def _assign(candidates: Candidates, unassigned_views: set[fx.Node]) -> list[Regi
             }
             continue
         executor = _first(node, candidates)
-        keeps_order = node.is_impure() or is_random(node)
-        if keeps_order:
+        if is_random(node):
             sources.append(after_random)
         level = max(source[executor] for source in sources)
         levels[node] = {name: level + (name != executor) for name in names}
-        if keeps_order:
+        if is_random(node):
             after_random = levels[node]
         regions.setdefault((level, executor), Region(executor, level)).nodes.append(node)
     return sorted(regions.values(), key=lambda region: region.level)
