@@ -101,6 +101,7 @@ def measure_package(parts: Parts) -> None:
         (cache, "fingerprint", "fingerprints"),
         (cache, "software", "fingerprints"),
         (executor.OrtExecutor, "convert", "conversion"),
+        (session, "untrusted_reason", "check of kept models"),
         (session, "build", "sessions"),
         (autotune.OpAutotuner, "choose", "op trials"),
         (timing, "samples", "samples"),

@@ -240,10 +240,14 @@ OPTIMIZERS: list[Case] = [
     ],
     (param_groups, {"module": nn.ReLU(), "weight_decay": 0.1}, ValueError, ("ReLU", "requires a gradient")),
     *[
-        (memory.predict, {"module": LINEAR, "optim": value}, ValueError, ("optim=", "adamw_torch_fused"))
+        (function, {"module": LINEAR, "optim": value}, error, ("optim=", "adamw_torch_fused"))
+        for function, error in ((memory.predict, ValueError), (memory.measure, TypeError))
         for value in (None, [], 3)
     ],
-    (memory.predict, {"module": None, "optim": "adafactor"}, TypeError, ("module=None", "a torch.nn.Module")),
+    *[
+        (function, {"module": None, "optim": "adafactor"}, TypeError, ("module=None", "a torch.nn.Module"))
+        for function in (memory.predict, memory.measure)
+    ],
     *[
         (memory.predict(LINEAR, "adafactor").per_rank, {"ranks": value}, error, (f"ranks={value!r}", "1"))
         for value, error in ((0, ValueError), (-1, ValueError), ("2", TypeError), (None, TypeError))

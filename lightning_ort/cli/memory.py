@@ -8,9 +8,10 @@ from rich.filesize import decimal
 from torch import nn
 
 from lightning_ort._text import PlainTable, console, say
-from lightning_ort.cli.arguments import add_mapping
+from lightning_ort.cli.arguments import add_mapping, add_switch
 from lightning_ort.cli.load import call, load
-from lightning_ort.optim.memory import STATES, predict
+from lightning_ort.optim.memory import STATES, Memory, predict
+from lightning_ort.optim.memory import measure as measure_memory
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -21,6 +22,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     names = "implementations of the optimizer, as in ORTStrategy(optim=...); by default, all of them"
     add("--optim", nargs="+", help=names)
     add("--ranks", type=int, nargs="+", help="numbers of processes to show ZeRO stage 1 for")
+    add_switch(
+        parser, "--measure", "create the module on the CPU, run a step with each optimizer and show what was allocated"
+    )
 
 
 def memory(given: Namespace) -> None:
@@ -33,12 +37,15 @@ def memory(given: Namespace) -> None:
         if count < 1:
             sys.exit(f"--ranks {count}: must be at least 1.")
     make = load(module, "module")
-    with torch.device("meta"):
+    with torch.device("cpu" if given.measure else "meta"):
         made = call(make, module, given.args or {})
     if not isinstance(made, nn.Module):
         sys.exit(f"{module} returned a {type(made).__name__}: name a class or function that creates a torch.nn.Module.")
     table = PlainTable("optimizer", title=f"{module}: {sum(p.numel() for p in made.parameters()):,} parameters")
-    for header in ("states", "per element", "in all", *(f"each of {count} ranks" for count in ranks)):
+    headers = ["states", "per element", "in all"]
+    headers += ["measured"] if given.measure else []
+    headers += [f"each of {count} ranks" for count in ranks]
+    for header in headers:
         longest = max(map(len, header.split()))  # a word of a header is never broken, nor is a number of bytes
         table.add_column(header, justify="right", min_width=max(len("99.9 kB"), longest))
     table.columns[0].no_wrap = True
@@ -49,6 +56,8 @@ def memory(given: Namespace) -> None:
         except ValueError as error:
             sys.exit(str(error))
         row = [decimal(predicted.states), f"{predicted.states_per_element:.2f} B", decimal(predicted.per_rank(1))]
+        if given.measure:
+            row.append(_measured(made, name))
         table.add_row(name, *row, *(decimal(predicted.per_rank(count)) for count in ranks))
     out = console()
     out.print(table)
@@ -59,3 +68,11 @@ def memory(given: Namespace) -> None:
         say("8-bit and 4-bit: tensors of fewer than 4,096 elements, and bitsandbytes' embeddings, keep 32-bit states.")
     if ranks:
         say("Ranks are those of ZeRO stage 1, which splits the states alone.")
+
+
+def _measured(module: nn.Module, name: str) -> str:
+    try:
+        found: Memory = measure_memory(module, name)
+    except (ModuleNotFoundError, ValueError) as error:
+        return str(error)
+    return decimal(found.states)

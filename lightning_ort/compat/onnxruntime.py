@@ -86,6 +86,16 @@ def binds_bfloat16() -> bool:
     return SessionIOBinding.bind_input.__doc__.count("OrtDevice") > 1
 
 
+def ep_devices() -> dict[str, list[Any]]:
+    """Return the devices of each provider that a program can add as a plug-in, by its name (onnxruntime 1.23)."""
+    import onnxruntime
+
+    found: dict[str, list[Any]] = {}
+    for device in getattr(onnxruntime, "get_ep_devices", list)():
+        found.setdefault(device.ep_name, []).append(device)
+    return found
+
+
 @contextmanager
 def without_device_warning() -> Iterator[None]:
     """Within the block onnxruntime does not warn that the number of a GPU names no plug-in (onnxruntime 1.31).
@@ -112,6 +122,11 @@ def cuda_provider_error() -> str | None:
     except OSError as error:
         return str(error)
     return None
+
+
+def import_fused_ops() -> None:
+    """Import the CUDA extension of ``onnxruntime.training.optim.FusedAdam`` (onnxruntime-training 1.19)."""
+    importlib.import_module("onnxruntime.training.ortmodule.torch_cpp_extensions.cuda.fused_ops")
 
 
 def mark_preprocessed(model: "onnx.ModelProto") -> None:

@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer states: :func:`predict`, from shapes.
+"""Bytes of parameters, gradients and optimizer states: :func:`predict`, from shapes, and :func:`measure`.
 
 The states depend on the implementation: torch's Adam keeps two values of the parameter's dtype, an 8-bit one two bytes
 per element and the scales of each block, Adafactor a row and a column of each matrix.
@@ -15,6 +15,7 @@ from lightning_ort._arguments import check_choice, check_integer, check_type
 from lightning_ort.compat.torch_optimizers import inner_tensors
 from lightning_ort.optim.param_groups import EMBEDDINGS
 from lightning_ort.optim.registry import DEEPSPEED, REPLACEMENTS, TORCH_FLAGS, adam_bytes
+from lightning_ort.optim.swap import OptimizerSwap
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,25 @@ def predict(module: nn.Module, optim: str) -> Memory:
         else:
             states += STATES[optim](parameter)
     return _memory(module, optim, states)
+
+
+def measure(module: nn.Module, optim: str) -> Memory:
+    """Measure the memory in one optimizer step with gradients of zero, which changes no parameter.
+
+    The errors are those of :meth:`OptimizerSwap.apply`, and ``ValueError`` if no parameter is trainable.
+    """
+    trainable = _trainable(module)
+    optimizer = torch.optim.AdamW(trainable, lr=0.0, weight_decay=0.0)
+    OptimizerSwap(optim).apply(module, [optimizer], trainable[0].device)
+    gradients = [p.grad for p in trainable]
+    try:
+        for parameter in trainable:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    finally:
+        for parameter, gradient in zip(trainable, gradients, strict=True):
+            parameter.grad = gradient
+    return _memory(module, optim, state_bytes([optimizer]))
 
 
 def state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:

@@ -19,6 +19,7 @@ from torch import nn, optim
 from lightning_ort._arguments import check_type, closest
 from lightning_ort._imports import absence
 from lightning_ort.compat.bitsandbytes import BLOCK_SIZE
+from lightning_ort.compat.onnxruntime import import_fused_ops
 from lightning_ort.optim import states
 from lightning_ort.optim.states import Algorithm, Form
 
@@ -199,6 +200,10 @@ DEEPSPEED = {
         **_FUSED_ADAM,
     ),
 }
+_ORT = Implementation(
+    path="onnxruntime.training.optim:FusedAdam", package="onnxruntime-training", devices=("cuda",), dtypes=_FLOATS
+)
+
 # flags of torch's own optimizers
 TORCH_FLAGS = ("fused", "foreach")
 
@@ -214,7 +219,9 @@ def check_name(name: str, argument: str = "optim") -> None:
 def resolve(name: str, device: torch.device) -> tuple[str | Implementation, str]:
     """Return the flag or the implementation that a name stands for on a device, and a note for the report."""
     if name == "adamw_ort_fused":
-        return "fused", "onnxruntime-training's FusedAdam has an extension that loads on no current version of torch"
+        if _ort_extension_loads(device):
+            return _ORT, "onnxruntime-training's FusedAdam"
+        return "fused", "onnxruntime-training's FusedAdam needs CUDA and an extension, which does not load here"
     if (flag := name.removeprefix("adamw_torch_")) in TORCH_FLAGS:
         return flag, ""
     if name == "adamw_deepspeed":
@@ -225,6 +232,17 @@ def resolve(name: str, device: torch.device) -> tuple[str | Implementation, str]
         implementation,
         "made for GPUs: on a CPU, a step takes many times as long as with a fused AdamW" if slow else "",
     )
+
+
+def _ort_extension_loads(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    try:
+        _ORT.load()
+        import_fused_ops()
+    except Exception:  # an extension built for another torch raises errors of many types
+        return False
+    return True
 
 
 def runs(optimizer: optim.Optimizer) -> str:

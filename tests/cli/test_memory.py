@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lightning_ort.cli import main
-from lightning_ort.optim.memory import STATES, predict, state_bytes
-from lightning_ort.optim.swap import OptimizerSwap
+from lightning_ort.optim.memory import STATES, measure, predict
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,16 +39,13 @@ def test_predicted_equals_measured(name: str) -> None:
     if "bit" in name:
         pytest.importorskip("bitsandbytes")
     module = network()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.0)
-    OptimizerSwap(name).apply(module, [optimizer], torch.device("cpu"))
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    predicted, measured = predict(module, name), state_bytes([optimizer])
+    before = [p.detach().clone() for p in module.parameters()]
+    predicted, measured = predict(module, name), measure(module, name)
     # beyond theory: a step count for each tensor, and bitsandbytes' two tables of codes
-    overhead = 4 * len(list(module.parameters())) + (2 * 256 * 4 if "bit" in name else 0)
-    assert predicted.states <= measured <= predicted.states + overhead
-    assert predicted.gradients == sum(p.grad.nbytes for p in module.parameters())
+    overhead = 4 * len(before) + (2 * 256 * 4 if "bit" in name else 0)
+    assert predicted.states <= measured.states <= predicted.states + overhead
+    assert (predicted.parameters, predicted.gradients) == (measured.parameters, measured.gradients)
+    assert all(torch.equal(x, y) for x, y in zip(before, module.parameters(), strict=True))
 
 
 def test_theory() -> None:
@@ -82,6 +78,12 @@ def test_t5_3b_on_the_meta_device(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "each of 4 ranks" in out
 
 
+def test_measure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    options = ("--measure", "true", "--optim", "adamw_torch_fused")
+    run(monkeypatch, "torch.nn:Linear", "--args", '{"in_features": 64, "out_features": 64}', *options)
+    assert "33.3 kB" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -107,7 +109,7 @@ def test_every_prediction_is_of_a_known_name() -> None:
 
 
 def test_auto_and_keep_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-ort", "memory", "torch.nn:Linear", "--ranks", "2", "8"])
+    monkeypatch.setattr(sys, "argv", ["lightning-ort", "memory", "torch.nn:Linear", "--ranks", "2", "8", "--measure"])
     sys.argv += ["--args", '{"in_features": 64, "out_features": 64}', "--optim", "auto", "keep", "adamw_torch_foreach"]
     monkeypatch.setenv("COLUMNS", "80")
     main()
@@ -117,5 +119,5 @@ def test_auto_and_keep_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [lines[index].split()[0] for index in rows] == ["auto", "keep", "adamw_torch_foreach"]
     assert len(rows) == 3
     assert "\N{HORIZONTAL ELLIPSIS}" not in "".join(lines)
-    assert all(lines[index].count(" kB") == 4 for index in rows)  # whole rows
+    assert all(lines[index].count("33.3 kB") == 2 and lines[index].count(" kB") == 5 for index in rows)  # whole rows
     assert "torch's AdamW" in lines[-2]

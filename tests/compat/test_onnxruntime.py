@@ -4,6 +4,7 @@ import functools
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -74,6 +75,14 @@ def test_cuda_provider_error() -> None:
     assert "providers_shared" not in error  # that one is in every build
 
 
+def test_fused_ops() -> None:
+    """Importing it would import ORTModule, which does not import with this torch and leaves torch changed."""
+    folder = Path(onnxruntime.__file__).parent / "training"
+    if not folder.is_dir():
+        pytest.skip("for the training build")
+    assert (folder / "ortmodule" / "torch_cpp_extensions" / "cuda" / "fused_ops").is_dir()
+
+
 def test_mark_preprocessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from onnxruntime.quantization import quantize_dynamic
 
@@ -96,3 +105,10 @@ def test_binds_bfloat16() -> None:
     else:
         with pytest.raises(Exception, match="(?i)incompatible|type"):
             bind(TensorProto.BFLOAT16, (2, 3), x.data_ptr())
+
+
+def test_ep_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(compat.ep_devices()) <= set(onnxruntime.get_available_providers())  # without any plug-in
+    device = SimpleNamespace(ep_name="PlugIn")
+    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [device, device], raising=False)
+    assert compat.ep_devices() == {"PlugIn": [device, device]}

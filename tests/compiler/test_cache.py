@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import fx, nn
@@ -20,7 +21,7 @@ from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.cache import cache, cache_folder
 from lightning_ort.compiler.cache.cache import Cache, Entry
 from lightning_ort.compiler.cache.fingerprint import fingerprint
-from lightning_ort.compiler.executors.ort import session, support
+from lightning_ort.compiler.executors.ort import kept_models, session, support
 from lightning_ort.compiler.placement import timing
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.regions.region import Timing
@@ -351,6 +352,65 @@ def test_what_failed_is_asked_for_again(tmp_path, kind, asked):
     assert len(answers) == asked
 
 
+def hostile(model: onnx.ModelProto, kind: str, secret: Path) -> None:
+    """Make something of a model that no converter makes."""
+    graph = model.graph
+    tensor = onnx.helper.make_tensor("secret", onnx.TensorProto.UINT8, [4], b"1234", raw=True)
+    if "external" in kind:
+        tensor.ClearField("raw_data")
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        entry = tensor.external_data.add()
+        entry.key, entry.value = "location", str(secret)
+    if "huge" in kind:
+        tensor.dims[:] = [2**40]
+    node = onnx.helper.make_node("Identity", ["i0"], ["unused"])
+    if "initializer" in kind:
+        graph.initializer.append(tensor)
+    elif "attribute" in kind:
+        node = onnx.helper.make_node("Constant", [], ["unused"], value=tensor)
+    elif "subgraph" in kind:
+        then = onnx.helper.make_graph([node], "then", [], [graph.output[0]], [tensor])
+        node = onnx.helper.make_node("If", ["i0"], ["unused"], then_branch=then, else_branch=then)
+    elif kind == "sparse":
+        graph.sparse_initializer.add().dims.append(2**40)
+    elif kind == "function":
+        opset = [onnx.helper.make_opsetid("", 18)]
+        model.functions.append(onnx.helper.make_function("mine", "f", ["x"], ["y"], [], opset))
+    elif kind == "domain":
+        node.domain = "mine"
+    elif kind == "opset":
+        model.opset_import.add().domain = "mine"
+    elif kind == "python":
+        node.op_type, node.domain = "PythonOp", "com.microsoft"
+    elif kind == "metadata":
+        onnx.helper.set_model_props(model, {"ort_config": "{}"})
+    graph.node.append(node)
+
+
+HOSTILE = ("external initializer", "external attribute", "external subgraph", "huge initializer", "huge attribute")
+HOSTILE += ("sparse", "function", "domain", "opset", "python", "metadata")
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_models_that_reach_out_are_not_run(kept, tmp_path, monkeypatch, kind):
+    options, module, x, expected = kept
+    (tmp_path / "secret").write_bytes(b"1234")
+    written = Cache(ORTConfig(cache_dir=str(tmp_path)))
+    for path in tmp_path.glob("region-*.onnx"):
+        entry = written.load(path.stem)
+        assert kept_models.untrusted_reason(entry.model) is None
+        model = onnx.ModelProto.FromString(entry.model)
+        hostile(model, kind, tmp_path / "secret")
+        assert kept_models.untrusted_reason(model.SerializeToString()) is not None
+        written.store(path.stem, Entry(model.SerializeToString(), entry.timing))
+    given = []
+    build = session.build
+    monkeypatch.setattr(session, "build", lambda *args: [given.append(args[0]), build(*args)][1])
+    check_same(ORTBackend(options), module, x, expected)
+    assert given
+    assert all(kept_models.untrusted_reason(model) is None for model in given)
+
+
 def test_a_model_that_onnxruntime_refuses_is_made_again(kept, tmp_path):
     options, module, x, expected = kept
     written = Cache(ORTConfig(cache_dir=str(tmp_path)))
@@ -363,9 +423,16 @@ def test_a_model_that_onnxruntime_refuses_is_made_again(kept, tmp_path):
 
 
 def test_what_is_kept_is_a_model(kept, tmp_path):
+    own_format = onnxruntime.SessionOptions()
+    own_format.optimized_model_filepath = str(tmp_path / "model.ort")
+    own_format.add_session_config_entry("session.save_model_format", "ORT")
     for path in tmp_path.glob("region-*.onnx"):
         onnx.checker.check_model(onnx.load(path))
-        onnx.checker.check_model(Cache(ORTConfig(cache_dir=str(tmp_path))).load(path.stem).model)
+        model = Cache(ORTConfig(cache_dir=str(tmp_path))).load(path.stem).model
+        assert kept_models.untrusted_reason(model) is None
+        assert kept_models.untrusted_reason(model[:-1]) is not None
+        onnxruntime.InferenceSession(model, own_format, providers=["CPUExecutionProvider"])
+        assert kept_models.untrusted_reason((tmp_path / "model.ort").read_bytes()) is not None
 
 
 @pytest.mark.parametrize("chosen", [True, False])

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lightning_ort import ORTConfig
 from lightning_ort.compiler.cache import fingerprint
 from lightning_ort.compiler.cache.cache import Cache
-from lightning_ort.compiler.executors.ort import providers, streams
+from lightning_ort.compiler.executors.ort import kernels, providers, streams
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.executor import OrtExecutor
 from lightning_ort.compiler.executors.ort.streams import OrderedRun
@@ -303,6 +303,20 @@ def test_times_are_those_of_a_gpu_its_driver_and_its_precision(monkeypatch: pyte
         monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=matmul))
         names.append(Cache(ORTConfig(cache_dir=None)).name("graph", ("ort",)))
     assert len({name, *names}) == 5
+
+
+def test_plug_ins_are_providers_too(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(ep_name="PlugInExecutionProvider")
+    monkeypatch.setattr(kernels, "ep_devices", lambda: {"PlugInExecutionProvider": [device]})
+    assert kernels.available_providers()[-1] == "PlugInExecutionProvider"
+    kernels.check_config(ORTConfig(debug={"providers": ("CPUExecutionProvider",)}))
+    with pytest.raises(ValueError, match="PlugInExecutionProvider"):
+        kernels.check_config(ORTConfig(debug={"providers": ("OtherExecutionProvider",)}))
+    added: list[Any] = []
+    monkeypatch.setattr("onnxruntime.InferenceSession", lambda *args, **kwargs: args)
+    options = SimpleNamespace(add_provider_for_devices=lambda *args: added.append(args))
+    kernels.new_session(b"", options, ("PlugInExecutionProvider",), torch.device("cpu"))  # type: ignore[arg-type]
+    assert added == [([device], {})]
 
 
 # a model for prediction

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,16 @@ def test_an_entry_of_the_table_makes_a_provider_the_default(monkeypatch: pytest.
     region = next(each for each in backend.report.graphs[0].regions if each.executor == "ort")
     script = region.save_reproducer(tmp_path).read_text()
     assert "[('NewExecutionProvider', {'device_type': 'NPU'}), ('CPUExecutionProvider', {})]" in script
+
+
+def test_a_plug_in_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, given = SimpleNamespace(ep_name="PlugIn"), []
+    options = SimpleNamespace(add_provider_for_devices=lambda *args: given.append(args))
+    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [device], raising=False)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *args, **kwargs: None)
+    monkeypatch.setattr(kernels, "provider_of", lambda name: Provider(options=lambda *args: {"device_type": "NPU"}))
+    kernels.new_session(b"", options, ["PlugIn"], torch.device("cpu"), Region)
+    assert given == [([device], {"device_type": "NPU"})]
 
 
 @pytest.mark.parametrize(

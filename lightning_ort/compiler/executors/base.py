@@ -68,6 +68,10 @@ class Executor(ABC):
         """Return the providers of onnxruntime that run a region, with options; nothing if artifacts are no models."""
         return []
 
+    def untrusted_reason(self, artifact: bytes) -> str | None:
+        """Return why a cached artifact cannot have been written by :meth:`convert`, or ``None``."""
+        return None
+
     def save(self, artifact: bytes, name: str) -> None:  # noqa: B027  (most executors have no such option)
         """Write the artifact of a region to a file for the user, if the config says so."""
 

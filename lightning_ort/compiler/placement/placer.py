@@ -270,11 +270,13 @@ class RegionBuilder:
         entry = self._placer.cache.load(self.entry_name)
         if entry is not None:
             try:
-                return self._build(entry)
+                if (reason := self._executor.untrusted_reason(entry.model)) is None:
+                    return self._build(entry)
             except RegionRejected as rejection:
                 if not rejection.reason.type.is_failure:
                     raise
-                log.debug("cache entry %s is not used: %s", self.entry_name, rejection)
+                reason = str(rejection)
+            log.debug("cache entry %s is not used: %s", self.entry_name, reason)
         return self._build(None)
 
     def reason_of(self, rejection: RegionRejected) -> Reason:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_ort.compat.torch import OpOverload
 from lightning_ort.compiler.executors.base import Executor
-from lightning_ort.compiler.executors.ort import kernels, session
+from lightning_ort.compiler.executors.ort import kept_models, kernels, session
 from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.reason import Reason, ReasonType
@@ -94,6 +94,10 @@ class OrtExecutor(Executor):
     @override
     def onnx_providers(self, region: Region) -> list[tuple[str, dict[str, str]]]:
         return kernels.with_options(self.providers, self.device, region)
+
+    @override
+    def untrusted_reason(self, artifact: bytes) -> str | None:
+        return kept_models.untrusted_reason(artifact)
 
     @override
     def save(self, artifact: bytes, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.version import Version
 
-from lightning_ort.compat.onnxruntime import binds_bfloat16, import_onnxruntime, without_device_warning
+from lightning_ort.compat.onnxruntime import binds_bfloat16, ep_devices, import_onnxruntime, without_device_warning
 from lightning_ort.compiler.executors.ort.providers import CPU, PROVIDERS, provider_of
 from lightning_ort.compiler.executors.ort.streams import on_device
 from lightning_ort.compiler.reason import Reason, ReasonType
@@ -94,8 +94,8 @@ def check_config(config: ORTConfig) -> None:
 
 
 def available_providers() -> list[str]:
-    """Return the execution providers of the installed onnxruntime."""
-    return list(import_onnxruntime().get_available_providers())
+    """Return the execution providers of the installed onnxruntime, with those that were added to it as plug-ins."""
+    return list(dict.fromkeys([*import_onnxruntime().get_available_providers(), *ep_devices()]))
 
 
 def current_device(providers: Sequence[str]) -> torch.device:
@@ -144,7 +144,13 @@ def new_session(
     """Return a session, on the GPU of ``device`` if a provider is for one; torch's current device stays as it is."""
     import onnxruntime
 
+    built_in = onnxruntime.get_available_providers()
     configured = with_options(providers, device, region, stream)
+    plug_ins = [(name, own) for name, own in configured if name not in built_in]
+    if plug_ins:
+        for name, own in plug_ins:
+            options.add_provider_for_devices(ep_devices()[name], own)
+        return onnxruntime.InferenceSession(model, options, disabled_optimizers=disabled_optimizers)
     quiet = without_device_warning() if device.index else nullcontext()
     with on_device(device if _are_for_cuda(providers) else torch.device("cpu")), quiet:
         return onnxruntime.InferenceSession(

@@ -3,7 +3,7 @@
 One that is not listed works too where ``debug={"providers": [...]}`` names it, with its own defaults. Another, such as
 ``"OpenVINOExecutionProvider"``, is one more entry, before that of the CPU, which runs what it leaves: that can make it
 the default for a type of device, and has its options. Nothing else changes. Sessions are built with the options, and
-reproducers (``RegionReport.save_reproducer``) get them too. What a provider has no kernel for is found out
+reproducers (``RegionReport.save_reproducer``) and plug-ins get them too. What a provider has no kernel for is found out
 by loading small models (:mod:`~lightning_ort.compiler.executors.ort.kernels`), so that it needs no list of operators.
 A provider that computes in fewer bits than the tensors have by default needs an option against it, as ``use_tf32`` is
 one of CUDA's: a region differs from eager no more than rounding of its dtype explains

@@ -19,6 +19,7 @@ from lightning_ort.compiler.executors.ort.conversion.metadata import (
     static,
 )
 from lightning_ort.compiler.executors.ort.conversion.registry import CONVERTERS, Unsupported
+from lightning_ort.compiler.executors.ort.kept_models import MICROSOFT
 from lightning_ort.compiler.executors.ort.kernels import Kernels
 from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.graphs.nodes import ANY_BYTE, reached
@@ -50,7 +51,6 @@ def _dtype_without_kernel(op_type: str, dtypes: Sequence[torch.dtype], reduction
 
 # opset 18 and IR 10 are what onnxruntime 1.19 knows; newer builds read them too, and lack some kernels of newer opsets
 OPSET = 18
-MICROSOFT = "com.microsoft"
 IR_VERSION = 10
 # of those that ScatterND adds: its cost model starts a second thread at 210,000 (1.19)
 _MAX_SERIAL_SUMMANDS = 1 << 16
