@@ -146,7 +146,8 @@ def names_its_arguments(
     """Have errors about arguments name a class as the user wrote it, and what it takes."""
     init = kind.__init__
     parameters = {name: one for name, one in inspect.signature(init).parameters.items() if name != "self"}
-    names, by_name = [*parameters], all(one.kind is one.KEYWORD_ONLY for one in parameters.values())
+    names, needed = [*parameters], [name for name, one in parameters.items() if one.default is one.empty]
+    by_name = all(one.kind is one.KEYWORD_ONLY for one in parameters.values())
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -154,6 +155,8 @@ def names_its_arguments(
         if args and by_name:
             raise TypeError(f"{owner} takes {what}s by name; got {args[0]!r}. They are {', '.join(names)}.")
         check_keywords(owner, kwargs, names, what, hint)
+        if missing := [name for name in needed[len(args) :] if name not in kwargs]:
+            raise TypeError(f"{owner} needs the {what} {missing[0]!r}. The {what}s are {', '.join(names)}.")
         init(self, *args, **kwargs)
 
     kind.__init__ = checked  # type: ignore[method-assign]

@@ -15,13 +15,13 @@ import importlib.machinery
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-from lightning_ort._imports import NAMESPACES, LightningNamespace
+from lightning_ort._imports import NAMESPACES, LightningNamespace, namespace_of
 from lightning_ort._strategies import SHORT_NAMES, STRATEGIES
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def _register(namespace: LightningNamespace) -> None:
                     registry[name] = RegistryEntry(name, namespace, kind, type(registry))
         available = getattr(registry, "available_strategies", None)
         if available is not None and "available_strategies" not in vars(registry):
-            registry.available_strategies = lambda: KnownNames(available())
+            registry.available_strategies = lambda: KnownNames(available(), namespace)
     except Exception as error:  # a broken Lightning, or a stub in its place
         log.debug("the strategies are not registered in %s", namespace.package, exc_info=True)
         if not isinstance(error, ImportError):
@@ -59,7 +59,11 @@ def _register(namespace: LightningNamespace) -> None:
 
 
 class KnownNames(list[str]):
-    """Names of strategies; a misspelt name of ours raises ``ValueError`` where it is looked up."""
+    """Names of strategies in a namespace; what is meant for ours and is none raises an error where it is looked up."""
+
+    def __init__(self, names: Iterable[str], namespace: LightningNamespace) -> None:
+        super().__init__(names)
+        self._namespace = namespace
 
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):
@@ -67,6 +71,12 @@ class KnownNames(list[str]):
         if isinstance(name, type) and name.__name__ in STRATEGIES:
             raise ValueError(
                 f"Trainer(strategy={name.__name__}): that is the class; pass an object, {name.__name__}()."
+            )
+        of = namespace_of(type(name))  # Lightning asks for objects too
+        if of not in (None, self._namespace) and (ours := _class_of_ours(type(name))) is not None:
+            raise ValueError(
+                f"Trainer(strategy={ours}(...)): this object is for a Trainer of {of.package}, and this is one of"
+                f" {self._namespace.package}: import {ours} from {self._namespace.module}."
             )
         # those of Lightning too, so that `fdsp` is no question about ours
         meant = {**dict.fromkeys(self), **_MEANT}
@@ -77,6 +87,10 @@ class KnownNames(list[str]):
                 f" lightning-ort are {', '.join(SHORT_NAMES)}."
             )
         return False
+
+
+def _class_of_ours(kind: type) -> str | None:
+    return next((base.__name__ for base in kind.__mro__ if base.__name__ in STRATEGIES), None)
 
 
 class RegistryEntry(dict[str, Any]):

@@ -359,3 +359,18 @@ def test_zero1_without_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(mixin, "_DEEPSPEED", RequirementCache("deepspeed>=99"))
     with pytest.raises(Exception, match=r"pip install 'lightning-ort\[zero\]'"):
         Trainer(strategy="ort_zero1", accelerator="cpu", logger=False)
+
+
+@pytest.mark.parametrize("ours", NAMESPACES, ids=lambda namespace: namespace.package)
+def test_a_strategy_for_the_other_trainer(ours: LightningNamespace) -> None:
+    other = next(namespace for namespace in NAMESPACES if namespace is not ours)
+    if not (ours.available and other.available):
+        pytest.skip("needs both packages")
+
+    class Own(ours.classes.ORTStrategy):  # type: ignore[name-defined]
+        pass
+
+    message = f"ORTStrategy.*Trainer of {ours.package}, .*import ORTStrategy from {other.module}"
+    with pytest.raises(ValueError, match=message):
+        other.load().Trainer(strategy=Own(), accelerator="cpu", logger=False)
+    assert isinstance(ours.load().Trainer(strategy=Own(), accelerator="cpu", logger=False).strategy, Own)

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from lightning_ort import _strategies
+from lightning_ort._arguments import closest
 from lightning_ort._imports import LIGHTNING, LightningNamespace
 from lightning_ort._text import plain
 from lightning_ort.optim.registry import check_name
@@ -16,6 +17,11 @@ from lightning_ort.optim.registry import check_name
 Path = tuple[str | int, ...]  # of a value in a configuration
 
 MATMUL_PRECISIONS = ("high", "medium")
+_PRECISIONS = (
+    *MATMUL_PRECISIONS,
+    *("bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true", "bf16", "16", "32", "64"),
+    *("transformer-engine", "transformer-engine-float16"),
+)
 _OF_LOADER = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 _OF_CALLBACK = (*_OF_LOADER, "channels_last", "threads", "checkpoint_blocks")
 
@@ -94,6 +100,9 @@ class Candidate:
         optim = "auto" if optim == "fused" else optim  # "auto" alone is an engine
         if optim:
             check_name(optim, f"variant {text!r}: optim")
+        if precision and precision not in _PRECISIONS:
+            text = f"Variant {text!r}: unknown precision {precision!r}: {closest(precision, _PRECISIONS, 'precisions')}"
+            raise ValueError(text)
         return cls(engine=engine, optim=optim or None, precision=precision or None)
 
     def but(self, **changes: Any) -> "Candidate":
