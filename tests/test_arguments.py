@@ -582,6 +582,7 @@ def test_yaml_still_knows_the_settings(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ("ORTTrainingSettings", {"thread": 1}, "ORTTrainingSettings has no argument 'thread': did you mean 'threads'?"),
         ("ORTOptimizer", {"named": "keep"}, "ORTOptimizer has no argument 'named': did you mean 'name'?"),
+        ("OnnxExport", {}, "OnnxExport needs the argument 'path'. The arguments are path, "),
         ("OnnxExport", {"file": "x"}, "OnnxExport has no argument 'file': the arguments are path, "),
         (
             "ORTMatmulPrecision",
@@ -591,7 +592,7 @@ def test_yaml_still_knows_the_settings(tmp_path: Path, capsys: pytest.CaptureFix
         ("ORTStrategy", {"placement": "always"}, "it is a setting of `config`, config={'placement': 'always'}."),
     ],
 )
-def test_unknown_arguments_name_the_class_that_was_called(kind: str, arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_name_the_class_that_was_called(kind: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError) as caught:
         getattr(lightning_ort, kind)(**arguments)
     assert message in str(caught.value)
