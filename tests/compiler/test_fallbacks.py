@@ -154,6 +154,26 @@ def exponentials(x):
     return (x.exp(),)
 
 
+def test_a_result_has_a_pass_of_its_own_after_what_the_other_one_needs_has_changed():
+    """As in a GAN whose optimizers take turns, where the first pass must not free what the second one needs."""
+
+    def pair(a, b):
+        return a.exp(), b.exp()
+
+    def eager(*args):
+        return pair(*args)
+
+    told, a, b = [], nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    graph = fallbacks.GuardedGraph(pair, eager, fallbacks.PassMonitor(2), *[told.append] * 2, separate=True)
+    first, second = graph(a, b)
+    first.sum().backward()
+    with torch.no_grad():
+        a.mul_(2)
+    second.sum().backward()
+    torch.testing.assert_close([a.grad, b.grad], [torch.ones(2).exp()] * 2)
+    assert [reason.type for reason in told] == [ReasonType.SEPARATE_GRADIENTS]
+
+
 def test_a_graph_without_backward_passes_is_no_longer_prepared_for_one():
     told, x = [], nn.Parameter(torch.ones(2))
     graph = fallbacks.GuardedGraph(exponentials, exponentials, fallbacks.PassMonitor(1), *[told.append] * 2)
