@@ -76,6 +76,7 @@ CLAIMS: dict[str, list[tuple[str, ...]]] = {
     "docs/results.md": [
         ("**ONNX Runtime** by itself is {}:", OWN),
         ("is the small GPT, {}.", BEST),
+        (": {}, in PyTorch;", f"{read(newest('three-models'))['BERT']['ort']['speed']:.2f}x"),
         ("they differ by up to {} %", f"{BETWEEN_SAME * 100:.0f}"),
         ("took {} for ONNX Runtime and {} with inductor", starts("ort"), starts("auto")),
         (
