@@ -308,6 +308,15 @@ def test_manual_optimization_is_audited(make_trainer: Callable[..., Any]) -> Non
     assert report.ort_runs > 0
 
 
+def test_no_copy_is_left(make_trainer: Callable[..., Any]) -> None:
+    def children() -> list[str]:
+        return [child for path in Path("/proc/self/task").glob("*/children") for child in path.read_text().split()]
+
+    before = children()
+    assert fit(make_trainer, Small(), max_epochs=1, limit_val_batches=0).run.audits > 0
+    assert {*children()} <= {*before}
+
+
 class Differs(Small):
     """Computes something else while dynamo traces it."""
 
