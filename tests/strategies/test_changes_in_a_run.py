@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins.precision import Precision
 from ort_settings import config_of
 from small_modules import Small
 from torch import Tensor, nn
@@ -339,6 +340,7 @@ PATCHES = {
     "before backward": ([(LightningModule, "on_before_backward")], False),
     "log": ([(LightningModule, "log")], True),
     "backward": ([(Tensor, "backward")], True),
+    "precision": ([(Precision, "clip_gradients"), (Precision, "convert_input")], False),
 }
 
 

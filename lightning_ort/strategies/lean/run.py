@@ -57,7 +57,8 @@ class LeanRun:
         if ours.ort_config.debug.record_step:
             self.move = BatchCopies(self.move, self.device, ours.say_of_recordings)
         self._takes_index: dict[str, tuple[Any, bool]] = {}
-        self._convert_input = namespace.submodule("plugins.precision.precision").Precision.convert_input
+        # of the class that defines it: people patch the one that inherits it
+        self._convert_input = namespace.submodule("plugins.precision.precision").FabricPrecision.convert_input
         # whether gradients are clipped, or somebody may do something in place of that
         self.clips_gradients = Remembered(
             self._clips_gradients,
