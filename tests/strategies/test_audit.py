@@ -302,7 +302,7 @@ def test_manual_optimization_is_audited(make_trainer: Callable[..., Any]) -> Non
             self.manual_backward(self.loss(batch))
             optimizer.step()
 
-    report = fit(make_trainer, Manual())
+    report = fit(make_trainer, Manual(), max_epochs=4, limit_val_batches=0)
     assert report.fallbacks == []
     assert report.run.audits >= 2
     assert report.ort_runs > 0
