@@ -2,9 +2,10 @@
 
 import math
 import os
+import platform
 import re
 import time
-import uuid
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,24 +26,25 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 
-# a file that nobody has written to for this long belongs to a process that was killed
-_ABANDONED_SECONDS = 3600
+# a file that nobody has written to for this long belongs to a process that was killed, perhaps on another machine
+_ABANDONED_SECONDS = 24 * 3600
 _POSIX = os.name == "posix"
-_OURS = re.compile(r"\.[0-9a-f]{32}\.partial")
+_OURS = re.compile(r"\.([0-9a-f]{8})\.([0-9]+)\.([0-9a-f]{8})\.partial")
 
 
 def save_atomically(checkpoint: dict[str, Any], path: Path, *, flushes: bool = True) -> None:
     """Write a checkpoint to a temporary file in its folder, flush it to the disk, and rename it.
 
     The folder is created, and an existing file is replaced. Temporary files of processes that were killed while they
-    saved are removed after an hour. Without ``flushes`` the system chooses when the file gets to the disk, which only a
-    machine that loses power tells from the other. An ``OSError`` has the path and what was written.
+    saved are removed: at once if the process ran on this machine, otherwise after a day. Without ``flushes`` the system
+    chooses when the file gets to the disk, which only a machine that loses power tells from the other. An ``OSError``
+    has the path and what was written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
-    partial = (
-        path.parent / f".{uuid.uuid4().hex}.partial"
-    )  # not the checkpoint's name, by which Lightning would find it
+    # not the checkpoint's name, by which Lightning would find it; the machine and the process are part of the name so
+    # that others can tell whether it is still being written
+    partial = path.parent / f".{_checksum(path.name)}.{os.getpid()}.{_checksum(_machine())}.partial"
     try:
         with partial.open("wb") as file:
             torch.save(checkpoint, file)
@@ -75,9 +77,36 @@ def _flush(path: Path) -> None:
 
 def _remove_abandoned(folder: Path) -> None:
     for file in folder.glob(".*.partial"):
+        if (known := _OURS.fullmatch(file.name)) is None:
+            continue
         with suppress(OSError):  # removed, or of another user
-            if _OURS.fullmatch(file.name) and time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
+            ended = known[3] == _checksum(_machine()) and not _is_running(int(known[2]))
+            if ended or time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
                 file.unlink()
+
+
+def _is_running(pid: int) -> bool:
+    if not _POSIX:  # on Windows signal 0 would end it
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        return True
+    return True
+
+
+def _machine() -> str:
+    """Return a name for the scope of process ids: a machine since it was started, or a container on it."""
+    facts = [platform.node()]
+    with suppress(OSError):
+        facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(facts)
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 class AtomicSaveMixin(lightning_bases.TorchCheckpointIO):
