@@ -181,7 +181,7 @@ def test_a_turn_lasts_until_the_optimizers_step() -> None:
         order += "A" if way == UNCHANGED else "1"
         # only the last step of a window takes longer on all threads
         threads.done(Took(0.3 if way == UNCHANGED and step % 4 == 3 else 0.02), ends=step % 4 == 3)
-    assert order == 20 * "A" + "11111111AAAA1111"
+    assert order == 16 * "A" + "11111111AAAA11111111"
 
 
 # Fits
@@ -261,7 +261,7 @@ class Hooks(Callback):
 
 def fit(make_trainer: Callable[..., Any], module: Small, strategy: Any = None, **kwargs: Any) -> Any:
     ours = ORTStrategy(config={"cache_dir": None, "audit": "off"}) if strategy is None else strategy
-    trainer = make_trainer(strategy=ours, max_epochs=1, **{"limit_val_batches": 0, **kwargs})
+    trainer = make_trainer(strategy=ours, **{"max_epochs": 1, "limit_val_batches": 0, **kwargs})
     trainer.fit(module)
     return trainer
 
@@ -298,6 +298,16 @@ def test_each_kind_of_step_has_its_own(make_trainer: Callable[..., Any], two_thr
     trainer.test(module, loader(8 * 25), verbose=False)
     assert module.threads["test"][-1] == 1
     assert list(trainer.strategy.report.run.threads) == ["test_step"], "two steps are not worth a trial"
+
+
+def test_all_batches_of_an_accumulation_are_of_one_turn(
+    make_trainer: Callable[..., Any], two_threads: None, paces: Any
+) -> None:
+    module = Noting()
+    fit(make_trainer, module, accumulate_grad_batches=3, max_epochs=4)
+    threads = module.threads["forward"]
+    assert {1, 2} == set(threads)
+    assert all(len(set(threads[start : start + 3])) == 1 for start in range(0, len(threads), 3))
 
 
 @pytest.mark.parametrize("number", [1, 3])
