@@ -177,7 +177,7 @@ def test_seconds_without_a_processor_count() -> None:
 def test_a_turn_lasts_until_the_optimizers_step() -> None:
     threads, order = Threads(2, 2), ""
     for step in range(36):
-        way = threads.next(1e6, step % 4 == 0)
+        way = threads.next(1e6, True)
         order += "A" if way == UNCHANGED else "1"
         # only the last step of a window takes longer on all threads
         threads.done(Took(0.3 if way == UNCHANGED and step % 4 == 3 else 0.02), ends=step % 4 == 3)
@@ -301,13 +301,21 @@ def test_each_kind_of_step_has_its_own(make_trainer: Callable[..., Any], two_thr
 
 
 def test_all_batches_of_an_accumulation_are_of_one_turn(
-    make_trainer: Callable[..., Any], two_threads: None, paces: Any
+    make_trainer: Callable[..., Any], two_threads: None, paces: Any, limits: Callable[..., None]
 ) -> None:
-    module = Noting()
-    fit(make_trainer, module, accumulate_grad_batches=3, max_epochs=4)
-    threads = module.threads["forward"]
-    assert {1, 2} == set(threads)
-    assert all(len(set(threads[start : start + 3])) == 1 for start in range(0, len(threads), 3))
+    limits(one_thread=math.inf)
+    paces |= {UNCHANGED: 500.0, ON_ONE_THREAD: 100.0}  # none of which a real step takes, and so ends its turn
+    windows: dict[tuple[int, int], set[int]] = {}
+
+    class Windows(Noting):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            windows.setdefault((self.current_epoch, batch_idx // 3), set()).add(torch.get_num_threads())
+            return super().training_step(batch, batch_idx)
+
+    strategy = ORTStrategy(config={"cache_dir": None, "audit": "off", "compile_budget": 1e-9})
+    fit(make_trainer, Windows(), strategy, accumulate_grad_batches=3, max_epochs=4)
+    assert {1} in windows.values()
+    assert all(len(threads) == 1 for threads in windows.values())
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -184,7 +184,7 @@ class CapturedStep(AbstractContextManager[None]):
             quiet = min(quiet, race.quiet_steps, room.give_back(race.steps, has_changed))
             is_timed = race.wants_time
         if way is UNCHANGED:
-            way = threads.next(left, begins, race is None or race.living == {UNCHANGED})
+            way = threads.next(left, race is None or race.living == {UNCHANGED})
             quiet, is_timed = min(quiet, threads.quiet_steps), is_timed or threads.wants_time
         self.turn = Turn(way, quiet, is_timed, module.synchronize)
         self.turn.longest, self.turn.otherwise = threads.longest, threads.kept

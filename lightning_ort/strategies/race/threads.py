@@ -55,21 +55,17 @@ class Threads:
         self._soonest = self._look = math.inf  # the same where steps became slower; and before which one is timed
         self._slow = 0  # steps of those that were timed last
 
-    def next(self, left: float | None, begins: bool, may_try: bool = True) -> Way:
-        """Return how the next step runs.
+    def next(self, left: float | None, may_try: bool) -> Way:
+        """Return how the next step runs; ``left`` are the steps to come, if known, otherwise as many as were done.
 
-        Args:
-            left: Steps to come, if known, otherwise as many as were done.
-            begins: Whether no gradients are accumulated yet: a duel begins there.
-            may_try: Whether nothing else is tried.
-
+        A duel begins, if it ``may_try``, after steps that have settled, the last of which ended with the optimizer's.
         """
         if self._duel is None and may_try and self.steps >= self._next:
             if self._worst - 1 > DEFAULT_BUDGET * (self.steps if left is None else left):
                 self._wait()
             elif self._before is None:
                 self._before = []
-            elif begins and self._has_settled(self._before):
+            elif self._has_settled(self._before):
                 other = ON_ONE_THREAD if self.kept == UNCHANGED else UNCHANGED
                 self._duel, self._before = Duel(self.kept, other, (self.kept, other), waits=True), None
         self._way = self.kept if self._duel is None else self._duel.turn
