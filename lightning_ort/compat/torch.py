@@ -150,9 +150,14 @@ def without_collectives() -> Iterator[None]:
 
 # Tensors
 
+
+def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
 # inductor's allocator, four times as fast as torch.empty_strided: (sizes, strides, dtype) -> tensor; torch 2.13
-empty_strided_cpu: Callable[..., torch.Tensor] | None = getattr(
-    getattr(torch._C._dynamo, "guards", None), "_empty_strided_cpu", None
+empty_strided_cpu: Callable[..., torch.Tensor] = getattr(
+    getattr(torch._C._dynamo, "guards", None), "_empty_strided_cpu", _empty_strided
 )
 
 # how many tensors, and others, refer to a storage, from its address; torch 2.13

@@ -124,9 +124,9 @@ def test_suggest_memory_format() -> None:
     assert compat.suggest_memory_format(x.to(memory_format=torch.channels_last)) is torch.channels_last
 
 
-def test_empty_strided_cpu() -> None:
-    assert compat.empty_strided_cpu is not None
-    x = compat.empty_strided_cpu((2, 3), (1, 2), torch.float64)
+@pytest.mark.parametrize("make", [compat.empty_strided_cpu, compat._empty_strided])  # the second where torch has none
+def test_empty_strided_cpu(make: Callable[..., torch.Tensor]) -> None:
+    x = make((2, 3), (1, 2), torch.float64)
     assert (x.shape, x.stride(), x.dtype, x.device.type) == ((2, 3), (1, 2), torch.float64, "cpu")
 
 

@@ -238,6 +238,26 @@ def test_a_trial_that_runs_out_of_memory_is_over(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+def test_numbers_of_threads_are_not_compared_without_memory_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, error = list[Any](), MemoryError("injected")  # whoever keeps an error keeps what its frames hold
+
+    def fail(*args: Any) -> Any:
+        big = torch.empty(1000)
+        held.append(weakref.ref(big))
+        raise error
+
+    monkeypatch.setattr(timing, "samples", fail)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x, w = torch.randn(32, 64), torch.randn(64, 32)
+    backend = ORTBackend(ORTConfig(placement="always", cache_dir=None, fallback="raise"))
+    with torch.no_grad():
+        got = torch.compile(squares, backend=backend)(x, w)
+        torch.testing.assert_close(got, squares(x, w), rtol=1e-4, atol=1e-4)
+    assert held
+    assert not [one for one in held if one() is not None]
+    assert backend.report.ort_runs > 0
+
+
 def test_a_region_without_memory_for_its_session_has_failed_where_nothing_is_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

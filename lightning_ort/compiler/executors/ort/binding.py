@@ -39,7 +39,7 @@ _DATA: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("data")
 
 def kept_outputs_of(region: Region) -> frozenset[int]:
     """Return which outputs of a region on the CPU are small results of a step as one graph."""
-    if storage_use_count is None or empty_strided_cpu is None or not all(map(is_static, region.outputs)):
+    if storage_use_count is None or not all(map(is_static, region.outputs)):
         return frozenset()
     output = region.outputs[0].graph.output_node() if region.outputs else None
     if output is None or GRADIENTS_FROM not in output.meta:
@@ -73,7 +73,6 @@ class KeptOutputs:
 
     def allocate(self) -> list[torch.Tensor]:
         """Return a new tensor for each output; the memory of some was used before, if nobody refers to it any more."""
-        assert empty_strided_cpu is not None
         if not self._users or self._see() != self._users:
             self._renew()
         # another tensor each time: what the last user did to sizes, hooks or attributes of theirs has no effect
@@ -92,7 +91,6 @@ class KeptOutputs:
 
     def _renew(self) -> None:
         """Take other memory where somebody refers to it."""
-        assert empty_strided_cpu is not None
         taken: Iterable[int] = range(len(self._kept))
         if self._users:
             rows = zip(zip(*self._see(), strict=True), zip(*self._users, strict=True), strict=True)
@@ -240,9 +238,9 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
 def _allocator(outputs: Sequence[fx.Node], device: torch.device) -> Callable[[Any], list[torch.Tensor]]:
     """Return a function from sizes to new contiguous tensors."""
     # a quarter of the time of torch.empty, which matters for small regions
-    if device.type == "cpu" and (fast := empty_strided_cpu) is not None and all(map(is_static, outputs)):
+    if device.type == "cpu" and all(map(is_static, outputs)):
         specs = _specs(outputs)
-        return lambda sizes: [fast(*spec) for spec in specs]
+        return lambda sizes: [empty_strided_cpu(*spec) for spec in specs]
     dtypes = [node.meta["val"].dtype for node in outputs]
     return lambda sizes: [
         torch.empty(size, dtype=dtype, device=device) for size, dtype in zip(sizes, dtypes, strict=True)
