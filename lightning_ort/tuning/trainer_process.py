@@ -123,7 +123,9 @@ class TrainerProcess:
         """Do so many steps; ``VariantFailed`` if the Trainer fails or ends, ``TimeIsUp`` after ``timeout`` seconds."""
         answer = self._ask(steps, timeout)
         if not isinstance(answer, Sample):
-            raise VariantFailed(f"training ended before another {steps} steps were done")
+            raise VariantFailed(
+                f"training ended before another {steps} steps were done: are there batches, and does something stop it?"
+            )
         return answer
 
     def finish(self, timeout: float | None = None) -> Any:
@@ -234,7 +236,7 @@ def namespace_of_class(kind: type) -> LightningNamespace:
     if (namespace := namespace_of(kind)) is not None:
         return namespace
     raise TypeError(
-        f"{kind.__module__}.{kind.__qualname__} is not a LightningModule: name a class or function that creates one."
+        f"only a LightningModule can be trained, not {kind.__qualname__}: name a class or function that creates one."
     )
 
 
