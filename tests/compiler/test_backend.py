@@ -345,6 +345,26 @@ def test_measured_placement_reports_both_times(monkeypatch):
     assert all(r.ms["ort"] and r.ms["torch"] and r.threads for g in backend.report.graphs for r in g.regions)
 
 
+def test_a_region_of_torch_has_the_times_of_what_lost_there(monkeypatch):
+    given = iter([(4.0, 1.0), (1.0, 4.0), (8.0, 2.0)])  # of three regions: the second stays on onnxruntime
+
+    def measure(*args):
+        return dataclasses.replace(original(*args), ms=dict(zip(("ort", "torch"), next(given), strict=True)))
+
+    original = timing.measure
+    monkeypatch.setattr(timing, "measure", measure)
+    backend = ORTBackend({"cache_dir": None, "debug": {"torch_ops": ["aten.cos"], "min_region_nodes": 1}})
+    function, x = lambda x: (((x + 1).sin().cos() * 2).sin().cos() * 3).sin(), torch.randn(4, 8)
+    torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
+    (graph,) = backend.report.graphs
+    assert [region.executor for region in graph.regions] == ["torch", "ort", "torch"]
+    assert [region.ms for region in graph.regions] == [
+        {"ort": 4.0, "torch": 1.0},
+        {"ort": 1.0, "torch": 4.0},
+        {"ort": 8.0, "torch": 2.0},
+    ]
+
+
 def _lookup(weight: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     return weight[(share * 1e4).long()].sin() * 2
 

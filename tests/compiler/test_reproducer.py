@@ -17,6 +17,7 @@ from torch import nn
 from lightning_ort import CompileReport
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.regions.reproducer import Reproducer
+from lightning_ort.compiler.regions.reproducer_script import in_float64, make_input
 from lightning_ort.compiler.report import RegionReport
 
 
@@ -73,6 +74,16 @@ def test_difference_is_shown(tmp_path: Path) -> None:
     script.write_text(text.replace("torch.ops.aten.tanh.default", "torch.ops.aten.sigmoid.default"))
     (printed,) = run(script)
     assert printed["largest difference"] > 1e-3
+
+
+def test_made_up_inputs_are_the_same_each_time_and_take_no_random_numbers() -> None:
+    before, specs = torch.get_rng_state(), [((3, 2), (2, 1), torch.float32, "cpu"), ((2,), (1,), torch.int64, "cpu"), 5]
+    one, other = ([make_input(spec, torch.Generator().manual_seed(0)) for spec in specs] for _ in range(2))
+    assert torch.equal(one[0], other[0])
+    assert one[0].unique().numel() == 6
+    assert torch.equal(torch.get_rng_state(), before)
+    (found,) = in_float64(lambda _, x, index, number: [x[index] * number], one)
+    torch.testing.assert_close(found, one[0].double()[one[1]] * 5)
 
 
 def test_report_keeps_no_graph_alive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -89,6 +89,10 @@ def test_step_is_one_graph(make_trainer: Callable[..., Any]) -> None:
     assert not capture_entries(report.notes + report.fallbacks)
     # the loss is in the graph
     assert any("mse_loss" in op or "pow" in op for region in report.graphs[0].regions for op in region.ops)
+    trainer = make_trainer(strategy=always())
+    trainer.validate(Small(), loader(), verbose=False)
+    assert trainer.strategy.report.ort_runs > 0
+    assert trainer.strategy.report.graph_breaks == 0
 
 
 class Measured(Small):

@@ -14,6 +14,7 @@ from torch import Tensor, autograd, nn
 from lightning_ort import ORTStrategy
 from lightning_ort.compat.autograd import WatchedCalls
 from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.strategies.capture import first_steps
 from lightning_ort.strategies.capture.first_steps import FirstSteps
 from lightning_ort.strategies.capture.module import CapturedModule
 
@@ -63,8 +64,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("way", ["grad", "backward"])
 def test_a_step_that_takes_gradients_itself_is_never_compiled(
-    way: str, make_trainer: Callable[..., Any], compiled: list[str]
+    way: str, make_trainer: Callable[..., Any], compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    watched = list[int]()
+    monkeypatch.setattr(first_steps, "WatchedCalls", lambda: watched.append(1) or WatchedCalls())
     modules = [Penalty(), Penalty()]
     strategy = ORTStrategy(config={"placement": "always"})
     for module, chosen in zip(modules, ("auto", strategy), strict=True):
@@ -72,6 +75,7 @@ def test_a_step_that_takes_gradients_itself_is_never_compiled(
         make_trainer(strategy=chosen, max_epochs=2, inference_mode=False).fit(module)
     assert modules[1].losses == pytest.approx(modules[0].losses, rel=1e-5)
     assert compiled == []
+    assert len(watched) == 2  # steps: the first one of each kind has told it
     notes = [note for note in strategy.report.notes if note.reason.type is ReasonType.SECOND_GRADIENT]
     assert {note.where for note in notes} == {"training_step", "validation_step"}
     assert all("the step stays uncompiled" in note.reason.text for note in notes)

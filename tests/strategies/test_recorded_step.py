@@ -320,3 +320,6 @@ def test_what_cannot_record_says_so(make_trainer: Callable[..., Any], monkeypatc
     monkeypatch.setattr(recorder, "recorder_for", lambda device: Tape())
     with pytest.raises(ValueError, match="16-mixed"):
         make_trainer(strategy=recording(), max_epochs=1, plugins=[MixedPrecision("16-mixed", "cpu")]).fit(Module())
+    monkeypatch.setattr(inductor, "cpp_compiler", lambda: None)
+    with pytest.raises(ValueError, match="record_step=True.* needs inductor: "):
+        make_trainer(strategy=recording(), max_epochs=1).fit(Module())

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ort import ORTConfig
 from lightning_ort.strategies.capture import room
-from lightning_ort.strategies.capture.room import QUIET, Room
+from lightning_ort.strategies.capture.room import FREE, QUIET, Room
+from lightning_ort.strategies.race.terms import UNCHANGED, Way
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def room_of(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> tuple[Room,
     """Return the room of a process, and how large that is."""
     size = [1000]
     monkeypatch.setattr(room, "resident_bytes", lambda device=None: size[0])
-    run: Any = SimpleNamespace(device=torch.device(device))
+    run: Any = SimpleNamespace(device=torch.device(device), config=ORTConfig())
     return Room(run), size
 
 
@@ -68,3 +70,20 @@ def test_a_process_that_has_not_grown_gives_back_once(monkeypatch: pytest.Monkey
     size[0] = 1040
     steps_of(one, 40, {5})
     assert given == [1040]
+
+
+def test_what_another_way_took_on_a_gpu_is_not_what_the_unchanged_step_takes(
+    monkeypatch: pytest.MonkeyPatch, given: list[int | None]
+) -> None:
+    one, peak = room_of(monkeypatch, "cuda")[0], [2 * FREE]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(room, "free_bytes", lambda device: 3 * FREE)
+    for step, has_changed in enumerate((False, True, False)):
+        one.see_unchanged()
+        one.give_back(step, has_changed)
+        peak[0] = 2 * FREE if step == 0 else 4 * FREE
+    assert not one.obstacle(UNCHANGED)
+    assert not one.obstacle(Way("ort", "step", 1))
+    monkeypatch.setattr(room, "free_bytes", lambda device: FREE)
+    assert one.obstacle(UNCHANGED)

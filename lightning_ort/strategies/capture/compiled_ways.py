@@ -25,9 +25,6 @@ class CompiledWays:
         """Begin a run of the Trainer, which counts its steps anew."""
         self._recompiling = []
 
-    def __bool__(self) -> bool:
-        return bool(self._functions)
-
     def get(self, way: Way, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """Return the function of a way, which is made if there is none."""
         if way not in self._functions:

@@ -31,9 +31,11 @@ class Room:
     def see_unchanged(self) -> None:
         """Note between two steps what the unchanged step takes, as long as nothing else has run."""
         device = self._run.device
+        if self._next < math.inf:  # a way that has lost leaves holes, and a peak of its own
+            return
         if device.type == "cuda":
             self._step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-        elif self._next == math.inf:  # not after a way that has lost, whose holes are still there
+        else:
             self._unchanged = self.used()
 
     def give_back(self, step: int, has_changed: bool) -> int:

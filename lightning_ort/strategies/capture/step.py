@@ -30,7 +30,7 @@ from lightning_ort.compat.lightning import backward_with, lightning_optimizers
 from lightning_ort.compat.torch import is_double_backward_error
 from lightning_ort.compiler.engines import ENGINES, TORCH
 from lightning_ort.compiler.graphs.nodes import num_operations
-from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
+from lightning_ort.compiler.machine.out_of_memory import free_memory_of
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.request import CompileRequest, Stopped, weakly
 from lightning_ort.strategies.audit.graph_audit import GraphAudit
@@ -176,7 +176,7 @@ class CapturedStep(AbstractContextManager[None]):
         left = module.steps_left(self._name, (race or threads).steps)
         if race is not None and not threads.is_trying:
             room = module.room
-            if not self._compiled and race.champion is UNCHANGED:
+            if race.champion is UNCHANGED:
                 room.see_unchanged()
             way = race.next(Now(left, begins, room.obstacle, room.used))
             self._compiled.free_lost(race.kept)
@@ -381,7 +381,7 @@ class CapturedStep(AbstractContextManager[None]):
         if outcome.untraceable is not None and outcome.skipped is outcome.skipped_rest is None:
             text = f"{outcome.untraceable}; the graph ends there"
             module.record_choice(self._name, ReasonType.DYNAMIC_SHAPE, text)
-        if outcome.error is not None and is_out_of_memory(outcome.error):
+        if outcome.error is not None:
             free_memory_of(outcome.error)
         if outcome.error is not None and is_about_numbers(outcome.error) and module.compile_without_numbers():
             self._compiled.release([way])
