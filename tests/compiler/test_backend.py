@@ -375,8 +375,9 @@ def _waves(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("placement", ["always", "measured"])
 def test_made_up_numbers_that_become_bad_indices_decide_nothing(
-    placement: str, caplog: pytest.LogCaptureFixture
+    placement: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # two numbers of threads to compare
     backend = ORTBackend(
         {"placement": placement, "fallback": "raise", "cache_dir": None, "debug": {"min_region_nodes": 1}}
     )

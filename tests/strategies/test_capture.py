@@ -179,6 +179,14 @@ class UserError(Exception):
 class Raises(Small):
     kind = "own"
 
+    def on_train_start(self) -> None:
+        def refuse(gradient: Tensor) -> None:
+            if self.global_step > 1:  # once it is captured
+                raise RuntimeError("mine too")
+
+        if self.kind == "gradient":
+            self.net[0].weight.register_hook(refuse)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("before", 1.0)
         loss = self.loss(batch)
@@ -195,7 +203,7 @@ class Raises(Small):
         return loss
 
 
-@pytest.mark.parametrize("kind", ["own", "shape", "index", "log", "attribute"])
+@pytest.mark.parametrize("kind", ["own", "shape", "index", "log", "attribute", "gradient"])
 @pytest.mark.parametrize("capture", ["auto", "modules"])
 def test_user_errors_arrive_as_in_eager(kind: str, capture: str, make_trainer: Callable[..., Any]) -> None:
     caught = []

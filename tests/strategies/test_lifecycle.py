@@ -315,6 +315,31 @@ def test_step_replaced_between_runs(make_trainer: Callable[..., Any]) -> None:
     torch.testing.assert_close(torch.cat(trainer.predict(module)), before)
 
 
+class Recurrent(Small):
+    """Has a layer that runs outside of graphs, whose method is replaced after an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.layer(x)[0])
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            run = self.layer.forward
+            self.layer.forward = lambda x: (run(x)[0] * 3, None)
+
+
+def test_a_method_that_is_replaced_while_it_trains_is_used(make_trainer: Callable[..., Any]) -> None:
+    stock, ours = Recurrent(), Recurrent()
+    make_trainer(max_epochs=2).fit(stock)
+    trainer = make_trainer(strategy=always(), max_epochs=2)
+    trainer.fit(ours)
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-4)
+    assert trainer.strategy.report.ort_runs > 0
+
+
 def test_teardown_is_forgiving(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(strategy=always(report="log"))
     trainer.strategy.teardown()  # Lightning tears down what failed before its setup

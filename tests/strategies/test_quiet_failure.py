@@ -144,6 +144,12 @@ def test_torch_speaks_again_after_the_run(make_trainer: Callable[..., Any], capl
     assert log.filter(logging.LogRecord(log.name, logging.WARNING, "", 0, "", (), None))
 
 
+def test_who_asks_torch_for_more_gets_it(make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "torch._dynamo"):
+        assert fit(Small(), make_trainer).ort_runs > 0
+    assert [r for r in caplog.records if r.name.startswith("torch._dynamo") and r.levelno < logging.WARNING]
+
+
 @FAILS
 def test_what_torch_said_is_in_our_log_at_debug(
     make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
