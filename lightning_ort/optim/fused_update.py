@@ -142,7 +142,8 @@ class _Group:
         kind = self._kind
         if self._form != (group.get("amsgrad"), not group.get("momentum")) or not self._has_states:
             return False
-        settings = {name: group[name] for name in _SETTINGS[kind]}
+        names = _SETTINGS[kind]
+        settings = dict(zip(names, map(group.__getitem__, names), strict=True))  # a comprehension is a call
         kernel = FUSED_KERNELS[kind]
         if kind is optim.SGD:
             settings["is_first_step"] = False

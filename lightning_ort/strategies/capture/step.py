@@ -433,9 +433,15 @@ class CapturedStep(AbstractContextManager[None]):
         return result
 
     def take_gradients(self, loss: torch.Tensor) -> Callable[[], None] | None:
-        """Return what does what ``loss.backward()`` does, if gradients wait for that and nothing of others runs."""
+        """Return what does what ``loss.backward()`` does, if nothing of others runs from the step to its update."""
         turn, module = self.turn, self._module
-        waiting = None if self._audit.audit is not None or not module.may_touch_gradients[3] else module.waiting
+        if self._audit.audit is not None or not module.may_touch_gradients[3]:
+            return None
+        if turn.is_unchanged:  # where Lightning divides the loss by 1 first
+            if loss.is_leaf or loss.numel() != 1 or torch.is_anomaly_enabled():
+                return None
+            return loss.backward if turn.is_plain else functools.partial(self.backward, loss.backward)
+        waiting = module.waiting
         if waiting is None or not waiting.are_of(loss):
             return None
         module.waiting = None

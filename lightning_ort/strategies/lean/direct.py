@@ -78,9 +78,8 @@ class DirectStep:
         output = strategy.direct_step(lean.module, args)
         own[CURRENT_HOOK] = "optimizer_step"
         loss = output.get("loss") if type(output) is dict else output
-        is_captured = type(loss) is torch.Tensor and loss.is_leaf
-        if is_captured and (hand_over := strategy.take_gradients(loss)) is not None:
-            found = self._go_on(loop, optimizer, output, loss, hand_over)
+        if type(loss) is torch.Tensor and (backward := strategy.take_gradients(loss)) is not None:
+            found = self._go_on(loop, optimizer, output, loss, backward)
         else:
             found = self._go_on_with_hooks(loop, optimizer, batch_idx, output)
         strategy.update(optimizer)
@@ -89,11 +88,10 @@ class DirectStep:
         steps.current.completed += 1
         return found
 
-    def _go_on(
-        self, loop: Any, optimizer: Any, output: Any, loss: Any, hand_over: Callable[[], None]
-    ) -> dict[str, Any]:
+    def _go_on(self, loop: Any, optimizer: Any, output: Any, loss: Any, backward: Callable[[], None]) -> dict[str, Any]:
         """Do what is between a step and its update where nobody has anything of his own there."""
         lean, progress = self._lean, loop.optim_progress.optimizer.zero_grad
+        own = lean.module.__dict__
         found = {"loss": loss.detach().clone()}  # as Lightning's result has it
         if output is not loss:
             found |= {key: value for key, value in output.items() if key != "loss"}
@@ -102,7 +100,9 @@ class DirectStep:
             counts.started += 1
             counts.completed += 1
         drop_gradients(optimizer)
-        hand_over()
+        own[CURRENT_HOOK] = "backward"  # hooks of tensors may log
+        backward()
+        own[CURRENT_HOOK] = "optimizer_step"
         if lean.clips_gradients():
             after_closure(precision_of(lean.strategy), lean.module, optimizer)
         return found
