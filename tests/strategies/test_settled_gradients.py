@@ -382,3 +382,40 @@ def test_an_error_of_the_data_is_the_users(make_trainer: Callable[..., Any], set
         trainer.fit(Labels())
     assert settled
     assert trainer.global_step == 30
+
+
+def test_unchanged_steps_whose_backward_pass_is_called_directly(
+    make_trainer: Callable[..., Any], taken: list[int]
+) -> None:
+    class Looks(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            if batch_idx == 1:
+                loss.retain_grad()
+            self.kept = loss
+            return {"loss": loss.reshape(1) if batch_idx == 2 else loss, "number": batch_idx}
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+        def on_fit_start(self) -> None:
+            self.seen: list[Any] = []
+            next(self.parameters()).register_hook(self.see)
+
+        def see(self, gradient: Tensor) -> None:
+            self.seen.append(self._current_fx_name)
+            self.log("gradient", gradient.norm())
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            gradient = self.kept.grad.item() if batch_idx == 1 else None
+            self.seen.append((outputs["loss"].tolist(), outputs["loss"].grad_fn, outputs["number"], gradient))
+
+    found = []
+    for strategy in ("auto", ORTStrategy(config={"compile_budget": 1e-9})):
+        module = Looks()
+        trainer = make_trainer(strategy=strategy, max_epochs=EPOCHS, limit_val_batches=0, gradient_clip_val=0.1)
+        trainer.fit(module)
+        gradient = trainer.callback_metrics["gradient"].item()
+        found.append((module.seen, [p.tolist() for p in module.parameters()], gradient, trainer.fit_loop.state_dict()))
+    assert found[0] == found[1]
+    assert len(taken) > 2 * EPOCHS
