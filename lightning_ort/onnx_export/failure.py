@@ -18,6 +18,7 @@ _FOREIGN = sys.stdlib_module_names | {
     *("torch", "onnxscript", "onnx_ir", "lightning", "pytorch_lightning", "lightning_ort")
 }
 _BRANCH = "GuardOnDataDependentSymNode"
+_DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException")
 _ROOTS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
@@ -39,6 +40,8 @@ def explain(error: BaseException, branches: str = "torch.where or torch.cond") -
     if type(chain[-1]).__name__ == _BRANCH:
         advice = f"a branch or size depends on the values of tensors, which {branches} can express"
         summary = f"{advice} ({summary})"
+    if type(chain[-1]).__name__ in _DATA_DEPENDENT:
+        summary = f"the op {first} depends on the values of tensors: compute it outside of the step"
     line = None
     for link in reversed(chain):
         if (node := _translated(link)) is not None:

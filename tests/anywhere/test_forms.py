@@ -83,6 +83,42 @@ CALLS: dict[str, tuple[Any, list[Sample], dict[str, Any]]] = {
         {},
     ),
     "determinants": (lambda x: (torch.linalg.det(x), torch.linalg.slogdet(x)[1]), [normal(2, 3, 3)], {}),
+    "special functions": (
+        lambda x, p: (
+            *(torch.special.i0(x), torch.special.i1e(x), torch.erfc(x), torch.special.log_ndtr(x)),
+            *(torch.special.ndtri(p), torch.erfinv(p), torch.mvlgamma(p + 2, 2), torch.copysign(p, x)),
+            *(torch.hypot(x, p), torch.dist(x, p)),
+        ),
+        [values([-9.0, -3.0, -0.5, 0.2, 3.8, 7.0]), values([1e-6, 0.05, 0.3, 0.5, 0.9, 0.9999])],
+        {},
+    ),
+    "shifts": (
+        lambda x, n: (x << n, x >> n, x << 2, x.int() >> 31, x.bitwise_right_shift(n)),
+        [values([-(2**62), -7, -1, 5, 2**62 + 1], torch.int64), values([1, 2, 63, 40, 3], torch.int64)],
+        {},
+    ),
+    "counts": (
+        lambda x, i, y: (
+            *(x.histc(4, -1, 1), x.histc(3), i.bincount(x.detach(), minlength=6)[i], i.bincount(minlength=9)),
+            *(x.repeat_interleave(i, output_size=9), x.index_reduce(0, i, y, "prod")),
+        ),
+        [normal(5), values([2, 0, 3, 1, 3], torch.int64), normal(5)],
+        {},
+    ),
+    "covariances": (
+        lambda x, w: (torch.cov(x), torch.corrcoef(x), torch.cov(x, correction=0, aweights=w)),
+        [normal(3, 6), values([0.5, 1.0, 2.0, 0.1, 0.3, 1.0])],
+        {},
+    ),
+    "linear systems": (
+        lambda x, y: (
+            *(torch.linalg.solve(x, y), torch.linalg.inv(x[0]), torch.linalg.solve(x, y.mT, left=False)),
+            *(torch.cholesky_solve(y, torch.linalg.cholesky(x @ x.mT + torch.eye(4))),),
+            torch.linalg.solve_triangular(x.triu() + 3 * torch.eye(4), y, upper=True),
+        ),
+        [normal(2, 4, 4), normal(2, 4, 3)],
+        {},
+    ),
     "product with a zero": (lambda x: x.prod(1), [values([[1.0, 0.0, 3.0], [2.0, 4.0, 5.0]])], {}),
 }
 

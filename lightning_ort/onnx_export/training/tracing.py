@@ -134,10 +134,10 @@ def trace(
         names[:] = [list(part) for part in parts]
         return tuple(value for part in parts for value in part.values())
 
-    # ops whose gradient is that of their parts: torch takes some apart at these keys, whatever the table says (2.13)
-    keys = ("CompositeImplicitAutograd", "Autograd")
-    in_parts = {(op, key): kernel for op, kernel in PARTS_ABOVE_AUTOGRAD.items() for key in keys}
-    table = {**decompositions(written_whole(), layouts=False), **PARTS, **drawn(means)}
+    above = {**PARTS_ABOVE_AUTOGRAD, aten._linalg_check_errors.default: values.check_info}
+    # torch takes some apart at these keys, whatever the table says (2.13)
+    in_parts = {(op, key): above[op] for op in above for key in ("CompositeImplicitAutograd", "Autograd")}
+    table = {**decompositions(written_whole(), layouts=False), **PARTS_ABOVE_AUTOGRAD, **PARTS, **drawn(means)}
     try:
         with _quiet(), as_traced(), torch.set_grad_enabled(gradients), _refusing_other_draws(what):
             with values, python_kernels(in_parts), traceable(module), _noting_modules(module):

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_ort.compat.step_trace import is_fake, stand_for, tables_of
 from lightning_ort.compat.torch import without_tracing
-from lightning_ort.onnx_export.failure import ExportFailed
+from lightning_ort.onnx_export.failure import ExportFailed, is_foreign
 
 _READS = (
     *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__deepcopy__, Tensor.__reduce_ex__),
@@ -118,8 +118,19 @@ class Values(TorchFunctionMode):
             return None
         wanted, line = check
         holds = tensor.detach() != 0
-        self.checks[f"check/{len(self.checks)}: {line}"] = holds if wanted else ~holds
+        self._check(holds if wanted else ~holds, line)
         return wanted
+
+    def check_info(self, info: Tensor, name: str, *, is_matrix: bool) -> None:
+        """What torch's linear algebra calls before it raises an error: for a singular matrix, for example."""
+        frame = inspect.currentframe()
+        while frame is not None and is_foreign(frame.f_code.co_filename):
+            frame = frame.f_back
+        line = name if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self._check((info.detach() == 0).all(), line)
+
+    def _check(self, holds: Tensor, line: str) -> None:
+        self.checks[f"check/{len(self.checks)}: {line}"] = holds
 
     def _note_read(self, tensor: Tensor) -> None:
         if id(tensor) in self.names:

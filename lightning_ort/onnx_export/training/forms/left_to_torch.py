@@ -10,7 +10,7 @@ from torch import fx
 from lightning_ort.compiler.executors.ort.conversion.elementary import where
 from lightning_ort.compiler.executors.ort.conversion.graph import Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import dtype_of, static_sizes
-from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported, form
+from lightning_ort.compiler.executors.ort.conversion.registry import form
 from lightning_ort.compiler.executors.ort.conversion.shape import filled
 from lightning_ort.onnx_export.training.graph import PortableGraph
 
@@ -28,19 +28,6 @@ def masked_scatter_backward(
     updates = where(chosen, ctx.value(grad).reshape([-1]), 0)
     zeros = filled(ctx, ctx.ints([math.prod(shape)]), 0, dtype_of(node))
     return zeros.op("ScatterElements", places, updates, axis=0, reduction="add").reshape(shape)
-
-
-@form(aten.bincount.default)
-def bincount(
-    ctx: PortableGraph, node: fx.Node, x: fx.Node, weights: fx.Node | None = None, minlength: int = 0
-) -> Value:
-    """bincount(Tensor self, Tensor? weights=None, SymInt minlength=0) -> Tensor"""
-    if not minlength:
-        raise Unsupported("bincount without minlength: the size of its result depends on the data")
-    places, dtype = ctx.value(x, torch.int64), dtype_of(node)
-    counted = ctx.const(1, dtype).expand(places.op("Shape")) if weights is None else ctx.value(weights, dtype)
-    zeros = filled(ctx, ctx.ints([minlength]), 0, dtype)
-    return zeros.op("ScatterElements", places, counted, axis=0, reduction="add")
 
 
 @form(aten.lift_fresh.default)
