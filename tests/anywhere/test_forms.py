@@ -99,7 +99,7 @@ CALLS: dict[str, tuple[Any, list[Sample], dict[str, Any]]] = {
     ),
     "counts": (
         lambda x, i, y: (
-            *(x.histc(4, -1, 1), x.histc(3), i.bincount(x.detach(), minlength=6)[i], i.bincount(minlength=9)),
+            *(x.histc(4, -1, 1), x.histc(3), i.bincount(x.detach(), minlength=6)[i], i.bincount(minlength=5) * x),
             *(x.repeat_interleave(i, output_size=9), x.index_reduce(0, i, y, "prod")),
         ),
         [normal(5), values([2, 0, 3, 1, 3], torch.int64), normal(5)],

@@ -161,11 +161,11 @@ def shift(ctx: PortableGraph, node: fx.Node, x: fx.Node, places: Any) -> Value:
     return where(is_negative, found.op("BitwiseNot"), found).cast(dtype)
 
 
-@in_parts(aten.bincount.default)
 def _counts(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     if not minlength:
-        return NotImplemented  # the size of its result depends on the data
-    counted = torch.ones_like(x, dtype=torch.int64) if weights is None else weights.to(_float_of(weights))
+        raise NotImplementedError("bincount without minlength: the size of its result depends on the data")
+    counted = torch.ones_like(x, dtype=torch.int64) if weights is None else weights.detach()
+    counted = counted if weights is None else counted.to(_float_of(counted))
     return counted.new_zeros(minlength).index_add(0, x.long(), counted)
 
 
@@ -313,6 +313,7 @@ for _op in (aten.max_unpool2d.default, aten.max_unpool3d.default):
     in_parts(_op)(decomposition_of(_op))
 for _op in (aten.dist.default, aten.ldexp.Tensor, aten.tril_indices.default, aten.triu_indices.default):
     in_parts(_op, above_autograd=True)(decomposition_of(_op))
+in_parts(aten.bincount.default, above_autograd=True)(_counts)
 in_parts(aten.index_reduce.default, above_autograd=True)(_index_reduce)
 in_parts(aten.cov.default, above_autograd=True)(_covariance)
 in_parts(aten.corrcoef.default, above_autograd=True)(_correlation)
