@@ -23,14 +23,15 @@ from lightning_ort import ORTConfig, ORTStrategy
 from lightning_ort._busy import LIMITS
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.running.fallbacks import ORTFallbackError
-from lightning_ort.strategies.audit import forked_copy, schedule, step_audit
+from lightning_ort.strategies.audit import schedule, step_audit
 from lightning_ort.strategies.audit import snapshot as snapshots
 from lightning_ort.strategies.audit.snapshot import differences, gradients, left_behind, snapshot
 from lightning_ort.strategies.audit.step_audit import unexplained
 from lightning_ort.strategies.capture.module import CapturedModule
+from tests.running import NEEDS_COPIES
 from tests.strategies.small_modules import Small, batches, loader
 
-pytestmark = pytest.mark.skipif(bool(forked_copy.unavailable()), reason="needs fork and free memory")
+pytestmark = NEEDS_COPIES
 
 
 @pytest.fixture(autouse=True)

@@ -28,10 +28,10 @@ import torch
 from lightning_ort import ORTStrategy
 from lightning_ort.strategies.audit import forked_copy, schedule, sealed_process, step_audit
 from lightning_ort.strategies.audit.forked_copy import ForkedCopy
-from tests.running import is_running
+from tests.running import NEEDS_COPIES, is_running
 from tests.strategies.small_modules import Small, batches
 
-pytestmark = pytest.mark.skipif(bool(forked_copy.unavailable()), reason="needs fork and free memory")
+pytestmark = NEEDS_COPIES
 
 
 SECONDS = 20.0
