@@ -232,6 +232,13 @@ EAGER: dict[str, tuple[Any, Any]] = {
         lambda self: (self.register_buffer("count", torch.tensor(0.0)), self.register_buffer("mean", torch.zeros(3))),
         assigned,
     ),
+    "halves of a batch": (
+        None,
+        lambda self, batch: sum(
+            (1 + place) * F.cross_entropy(self.layer(x), y)
+            for place, (x, y) in enumerate(zip(batch["x"].chunk(2), batch["y"].chunk(2), strict=True))
+        ),
+    ),
     "gradient reversal": (None, lambda self, batch: loss_of(self, batch, Reversed.apply(self.layer(batch["x"]), 0.3))),
     "straight through": (None, lambda self, batch: loss_of(self, batch, Rounded.apply(self.layer(batch["x"])))),
     "hook of a parameter": (hooked, loss_of),

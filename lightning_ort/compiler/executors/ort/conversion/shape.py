@@ -155,7 +155,13 @@ def split_with_sizes(
 @converts(aten.split.Tensor)
 def split(ctx: GraphBuilder, node: fx.Node, x: fx.Node, split_size: Size, dim: int = 0) -> tuple[Value, ...]:
     """split.Tensor(Tensor(a -> *) self, SymInt split_size, int dim=0) -> Tensor(a)[]"""
-    return split_with_sizes(ctx, node, x, static_sizes([part.shape[dim] for part in node.meta["val"]], "parts"), dim)
+    sizes, dim = [part.shape[dim] for part in node.meta["val"]], dim % rank_of(x)
+    if all(isinstance(size, int) for size in sizes):
+        return split_with_sizes(ctx, node, x, sizes, dim)
+    first, count = ctx.sizes([split_size]), len(sizes)
+    last = ctx.value(x).op("Shape", start=dim, end=dim + 1) - first * (count - 1)
+    results = ctx.op("Split", x, ctx.op("Concat", *[first] * (count - 1), last, axis=0), axis=dim, outputs=count)
+    return results if isinstance(results, tuple) else (results,)
 
 
 @converts(aten.unbind.int)
