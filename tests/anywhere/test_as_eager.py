@@ -466,6 +466,18 @@ def test_a_branch_on_a_size_is_right_or_refused(case: str, tmp_path: Path) -> No
             )
 
 
+def test_parts_of_a_size_that_is_none_for_some_rows(tmp_path: Path) -> None:
+    def step(self: Any, batch: Any) -> Tensor:
+        half = batch["x"].shape[0] // 2  # 0 of one row
+        parts = zip(batch["x"].split(half), batch["y"].split(half), strict=True)
+        return sum((F.cross_entropy(self.layer(x), y) for x, y in parts), start=torch.zeros(()))
+
+    training = assert_trains_alike(Case(None, step), tmp_path / "exported", sizes=(6, 8, 4))
+    for rows in (1, 7):
+        with pytest.raises(ValueError, match="has batch"):
+            training.step({name: value.numpy() for name, value in batch_of(rows, 0).items()})
+
+
 class Hooked(Case):
     """With Lightning's hooks around the step."""
 

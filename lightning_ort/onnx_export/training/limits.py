@@ -115,5 +115,9 @@ def _others(expression: Any, names: Mapping[Any, str], sample: Mapping[str, int]
     for symbol in sorted(expression.free_symbols, key=str):
         rest = {other: sample[names[other]] for other in expression.free_symbols if other != symbol}
         for size in sorted({*range(1, _TRIED + 1), *(number for number in numbers if number > _TRIED)}):
-            if expression.subs({**rest, symbol: size}) == False:  # noqa: E712  # sympy's
+            try:
+                holds = expression.subs({**rest, symbol: size}) != False  # noqa: E712  # sympy's
+            except ZeroDivisionError:  # the module divides by a size, too
+                holds = False
+            if not holds:
                 yield {names[symbol]: size}
