@@ -318,6 +318,21 @@ def test_what_raises_in_eager_raises_in_the_runner(tmp_path: Path) -> None:
     training.step(batch)
 
 
+def repeated(self: Any, batch: Any) -> Tensor:
+    often = torch.where(batch["x"][:3, 0] < 100, 1, 2)
+    return self.layer(batch["x"])[:3].repeat_interleave(often, 0, output_size=3).square().mean()
+
+
+def test_another_size_than_given_is_an_error(tmp_path: Path) -> None:
+    training = assert_trains_alike(Case(None, repeated), tmp_path / "exported")
+    batch = {name: value.numpy() for name, value in batch_of(6, 9).items()}
+    before = training.state
+    with pytest.raises(Exception, match="out of data bounds"):
+        training.step({**batch, "x": np.full_like(batch["x"], 200)})
+    for name, value in training.state.items():
+        np.testing.assert_array_equal(value, before[name])
+
+
 def diffused(self: Any, batch: Any) -> Tensor:
     x, noise = batch["t"], torch.randn_like(batch["t"])
     time = torch.randint(0, 10, (x.shape[0],))

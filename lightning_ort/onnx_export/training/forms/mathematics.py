@@ -183,9 +183,9 @@ def _histogram(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Te
 def _repeated_places(repeats: Tensor, output_size: int | None = None) -> Tensor:
     if output_size is None:
         return NotImplemented
-    places = torch.arange(output_size, device=repeats.device)
-    # where there are fewer, the place is none that a tensor has
-    return torch.searchsorted(repeats.cumsum(0), places, right=True).to(repeats.dtype)
+    places = torch.searchsorted(repeats.cumsum(0), torch.arange(output_size, device=repeats.device), right=True)
+    # for another size than given, they are none that a tensor has
+    return torch.where(repeats.sum() == output_size, places, repeats.numel()).to(repeats.dtype)
 
 
 def _index_reduce(
