@@ -6,7 +6,6 @@ It takes seconds. Random images stand for MNIST, so that nothing is downloaded.
 import argparse
 import time
 from datetime import timedelta
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -41,8 +40,13 @@ def main(steps: int) -> None:
     images = TensorDataset(torch.rand(1000, 1, 28, 28), torch.zeros(1000))
     for strategy in ("auto", "ort"):  # "auto" is stock Lightning
         seed_everything(0, verbose=False)
-        limits: dict[str, Any] = {"max_steps": steps, "max_time": timedelta(seconds=5)}  # the second for a busy machine
-        trainer = Trainer(strategy=strategy, accelerator="cpu", enable_model_summary=False, **limits)
+        trainer = Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            max_steps=steps,
+            max_time=timedelta(seconds=5),  # for a busy machine
+            enable_model_summary=False,
+        )
         start = time.perf_counter()
         trainer.fit(LitAutoEncoder(), DataLoader(images))
         seconds, loss = time.perf_counter() - start, trainer.callback_metrics["train_loss"]

@@ -40,7 +40,7 @@ def explain(error: BaseException, branches: str = "torch.where or torch.cond") -
     if type(chain[-1]).__name__ == _BRANCH:
         advice = f"a branch or size depends on the values of tensors, which {branches} can express"
         summary = f"{advice} ({summary})"
-    if type(chain[-1]).__name__ in _DATA_DEPENDENT:
+    elif type(chain[-1]).__name__ in _DATA_DEPENDENT:
         summary = f"the op {first} depends on the values of tensors: compute it outside of the step"
     line = None
     for link in reversed(chain):

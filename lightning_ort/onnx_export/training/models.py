@@ -141,14 +141,15 @@ class _Writer:
         modules = list((node.meta.get("nn_module_stack") or {}).values())
         where = f" in {modules[-1][0]}" if modules and modules[-1][0] else ""
         if isinstance(reason, Unsupported) and reason.reason.type is ReasonType.NO_CONVERTER:
-            reason = "this operation has no form in standard operators: compute it outside of the step"
-            if _has_unknown_size(node):
+            if is_random(node):
+                reason = "a distribution that a model cannot draw from; make it of torch.rand or torch.randn"
+            elif node.meta.get("unbacked_bindings"):  # a size that the node makes
                 reason = (
                     "the size of its result depends on the values of tensors, which a model cannot express: use a mask"
                     " with torch.where, or give a size where the operation takes one (output_size, minlength)"
                 )
-            if is_random(node):
-                reason = "a distribution that a model cannot draw from; make it of torch.rand or torch.randn"
+            else:
+                reason = "this operation has no form in standard operators: compute it outside of the step"
         text = f"{self.trace.what} cannot be exported: {node.target}{where}: {reason}"
         line = line_in(node.stack_trace or "")
         return f"{text}\n  at {line}" if line else text
@@ -245,11 +246,6 @@ class _Writer:
 def onnx_sizes(shape: Sequence[Formula]) -> ir.Shape:
     """A shape as a model has it: what is computed from sizes has no name there."""
     return ir.Shape([size if isinstance(size, (int, str)) else None for size in shape])
-
-
-def _has_unknown_size(node: fx.Node) -> bool:
-    """Whether a node makes a size of its own."""
-    return bool(node.meta.get("unbacked_bindings"))
 
 
 def _refuse_narrow(node: fx.Node) -> None:

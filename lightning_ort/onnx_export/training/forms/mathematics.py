@@ -39,7 +39,7 @@ _FAR = (6.6579051150, 3.0812263860, 0.42868294337, 0.017337203997), (1.0, 0.2419
 
 def _quantile(q: Tensor, tail: Tensor) -> Tensor:
     """The normal distribution's quantile ``q`` from its median, and how much of it is in the shorter tail."""
-    middle, far = ((0.180625 - q * q).clamp(min=0), (-tail.log()).clamp(min=0).sqrt())
+    middle, far = (0.180625 - q * q).clamp(min=0), (-tail.log()).clamp(min=0).sqrt()
     parts = ((_MIDDLE, middle), (_BESIDE, far - 1.6), (_FAR, far - 5))
     inner, beside, outer = (_series(x, above) / _series(x, below) for (above, below), x in parts)
     inner = torch.where(q.abs() <= 0.425, q * inner, q.sign() * torch.where(far <= 5, beside, outer))
@@ -164,8 +164,7 @@ def shift(ctx: PortableGraph, node: fx.Node, x: fx.Node, places: Any) -> Value:
 def _counts(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     if not minlength:
         raise NotImplementedError("bincount without minlength: the size of its result depends on the data")
-    counted = torch.ones_like(x, dtype=torch.int64) if weights is None else weights.detach()
-    counted = counted if weights is None else counted.to(_float_of(counted))
+    counted = torch.ones_like(x, dtype=torch.int64) if weights is None else weights.detach().to(_float_of(weights))
     return counted.new_zeros(minlength).index_add(0, x.long(), counted)
 
 
@@ -251,7 +250,7 @@ def _inverse(x: Tensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
         failed = torch.where((pivot[..., 0, 0] == 0) & (failed == 0), step + 1, failed)
         row = pair[..., step : step + 1, :] / pivot
         pair = torch.where(rows == step, row, pair - pair[..., step : step + 1] * row)
-    return pair[..., size:], failed.to(torch.int32)
+    return pair[..., size:], failed
 
 
 def _solved(
@@ -275,8 +274,7 @@ def _cholesky(x: Tensor, *, upper: bool = False, check_errors: bool = False) -> 
         column = torch.where(rows >= step, x[..., step] / pivot.sqrt().unsqueeze(-1), 0)
         x = x - column.unsqueeze(-1) * column.unsqueeze(-2)
         columns.append(column)
-    found = torch.stack(columns, -2 if upper else -1)
-    return found, failed.to(torch.int32)
+    return torch.stack(columns, -2 if upper else -1), failed
 
 
 @in_parts(aten.linalg_solve_triangular.default)

@@ -148,19 +148,23 @@ def split_with_sizes(
     ctx: GraphBuilder, node: fx.Node, x: fx.Node, split_sizes: Sequence[Size], dim: int = 0
 ) -> tuple[Value, ...]:
     """split_with_sizes(Tensor(a -> *) self, SymInt[] split_sizes, int dim=0) -> Tensor(a)[]"""
-    results = ctx.op("Split", x, ctx.sizes(split_sizes), axis=dim, outputs=len(split_sizes))
-    return results if isinstance(results, tuple) else (results,)
+    return _parts(ctx, x, ctx.sizes(split_sizes), dim, len(split_sizes))
 
 
 @converts(aten.split.Tensor)
 def split(ctx: GraphBuilder, node: fx.Node, x: fx.Node, split_size: Size, dim: int = 0) -> tuple[Value, ...]:
     """split.Tensor(Tensor(a -> *) self, SymInt split_size, int dim=0) -> Tensor(a)[]"""
-    sizes, dim = [part.shape[dim] for part in node.meta["val"]], dim % rank_of(x)
-    if all(isinstance(size, int) for size in sizes):
-        return split_with_sizes(ctx, node, x, sizes, dim)
-    first, count = ctx.sizes([split_size]), len(sizes)
+    sizes, dim = [part.shape[dim] for part in node.meta["val"]], axis_of(dim, rank_of(x))
+    count = len(sizes)
+    if static(sizes):
+        return _parts(ctx, x, ctx.sizes(sizes), dim, count)
+    first = ctx.sizes([split_size])
     last = ctx.value(x).op("Shape", start=dim, end=dim + 1) - first * (count - 1)
-    results = ctx.op("Split", x, ctx.op("Concat", *[first] * (count - 1), last, axis=0), axis=dim, outputs=count)
+    return _parts(ctx, x, ctx.op("Concat", *[first] * (count - 1), last, axis=0), dim, count)
+
+
+def _parts(ctx: GraphBuilder, x: fx.Node, sizes: Value, dim: int, count: int) -> tuple[Value, ...]:
+    results = ctx.op("Split", x, sizes, axis=dim, outputs=count)
     return results if isinstance(results, tuple) else (results,)
 
 
