@@ -24,6 +24,7 @@ from torch._dynamo.output_graph import OutputGraph, SubgraphTracer
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import higher_order_ops
+from torch._dynamo.variables.builder import VariableBuilder
 
 from lightning_ort.compat.dynamo_messages import is_installed
 from lightning_ort.compat.torch import hint_of
@@ -341,6 +342,32 @@ def _construct(construct: Callable[..., Any]) -> Callable[..., Any]:
     return call_function
 
 
+def _wrap(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave classes whose operators, attributes or ``isinstance`` a metaclass of the user's decides: without guards."""
+
+    def __call__(self: Any, value: Any) -> Any:
+        if isinstance(value, type):
+            meta: Any = type(value)
+            own = {name for kind in meta.__mro__ if is_of_user(kind) for name in vars(kind)}
+            if not own <= _OF_MAKING:
+                _leave(f"the class `{value.__name__}`, whose metaclass `{meta.__name__}` has functions of its own")
+        return wrap(self, value)
+
+    return __call__
+
+
+# in a metaclass, what is called when a class is made, or makes an object (:func:`_construct`)
+_OF_MAKING = {"__new__", "__init__", "__call__", "__prepare__", "__module__", "__qualname__", "__doc__", "__dict__"}
+_FLAGS: Any = vars(type)["__flags__"].__get__  # a metaclass may have others
+_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+
+
+def is_of_user(kind: type) -> bool:
+    """Return whether a class is from a file of the user's."""
+    module = sys.modules.get(name) if isinstance(name := vars(kind).get("__module__"), str) else None
+    return bool(_FLAGS(kind) & _IN_PYTHON) and not is_installed(getattr(module, "__file__", None) or "")
+
+
 def _compare(compare: Callable[..., Any]) -> Callable[..., Any]:
     """Leave comparisons of bound methods: dynamo takes two for different ones that Python takes for equal."""
 
@@ -435,6 +462,7 @@ LEFT_OUT = [
     Replacement(
         variables.UserDefinedClassVariable, "call_function", _construct, 184820
     ),  # #196467: a tensor of a size; #128533: `__del__`
+    Replacement(VariableBuilder, "__call__", _wrap, None),
     Replacement(variables.UserDefinedObjectVariable, _RICHCOMPARE, _compare, None),
     Replacement(variables.UserMethodVariable, _RICHCOMPARE, _compare, None),
     Replacement(variables.base.VariableTracker, "hash_impl", _hash, None),

@@ -6,8 +6,8 @@ left to Python (:mod:`.dynamo_left_out`). Each entry of :data:`REPAIRS` names th
 
 - Dynamo guards neither that two objects are different ones nor, of a method that it finds in a class, which function it
   is. So a graph went on with the old branch when what a step compares was replaced, or a method of a class. Nor does it
-  guard which module an ``import`` finds, that a global variable hides no builtin, what ``ABCMeta.register`` says, and
-  the sign of zero.
+  guard which module an ``import`` finds, that a global variable hides no builtin, what ``ABCMeta.register`` says,
+  the sign of zero, and what Python's own modules keep, such as the environment.
 - Guards of a tensor read the strides of one that has none.
 - It forgets the ``maxlen`` of a deque, and which items a dictionary or set had before if none is new.
 - What NumPy does with numbers is done by NumPy.
@@ -24,7 +24,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
@@ -34,18 +34,20 @@ import torch
 from torch._C._dynamo.guards import DictGuardManager
 from torch._dynamo import symbolic_convert, variables
 from torch._dynamo.guards import GuardBuilder, install_guard, is_from_skip_guard_source, make_dupe_guard
-from torch._dynamo.source import AttrSource, GlobalSource, TypeDictSource
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import AttrSource, GlobalSource, SkipGuardSource, TypeDictSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.builder import VariableBuilder
 
-from lightning_ort.compat.dynamo_left_out import LEFT_OUT, Replacement, is_array
+from lightning_ort.compat.dynamo_left_out import LEFT_OUT, Replacement, is_array, is_of_user
 from lightning_ort.compat.dynamo_messages import is_installed
 from lightning_ort.compat.torch import HOOKS_OF_ALL_MODULES
 
 _OF_MODULES = ("._modules", "._parameters", "._buffers")
-_MRO, _FLAGS = (vars(type)[name].__get__ for name in ("__mro__", "__flags__"))  # a metaclass may have others
+_MRO: Any = vars(type)["__mro__"].__get__  # a metaclass may have another
 _CALL: Any = weakref.ref.__call__
-_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_GET: Any = types.MappingProxyType.get
+_FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
 _ABSENT = getattr(GuardBuilder, "DICT_NOT_CONTAINS", None) or functools.partial(
     GuardBuilder.DICT_CONTAINS,
     invert=True,  # torch 2.11
@@ -96,13 +98,8 @@ def _build(build: Callable[..., Any]) -> Callable[..., Any]:
 
 def _guard_bases(tx: Any, kind: type) -> None:
     """Guard the bases of a class of the user's: ``isinstance``, and calls of the class, rely on them."""
-    if _is_of_user(kind):
+    if is_of_user(kind):
         _facts(tx).add(kind)
-
-
-def _is_of_user(kind: type) -> bool:
-    module = sys.modules.get(name) if isinstance(name := vars(kind).get("__module__"), str) else None
-    return bool(_FLAGS(kind) & _IN_PYTHON) and not is_installed(getattr(module, "__file__", None) or "")
 
 
 def _facts(tx: Any) -> "_Facts":
@@ -120,6 +117,7 @@ class _Facts:
         self._kinds: list[weakref.ref[type]] = []
         self._before: list[int] = [*itertools.chain(*HOOKS_OF_ALL_MODULES)]
         self._known: set[int] = set()
+        self._made: dict[int, tuple[list[weakref.ref[type]], list[str], list[int]]] = {}  # owners, names, functions
 
     def add(self, kind: type) -> None:
         if id(kind) not in self._known:
@@ -127,13 +125,39 @@ class _Facts:
             self._kinds.append(weakref.ref(kind))
             self._before += map(id, _MRO(kind))
 
+    def add_functions(self, kind: type) -> None:
+        """Add what may be called of objects that a graph makes: they have no source by which dynamo would guard it."""
+        self.add(kind)
+        owners = [each for each in _MRO(kind) if is_of_user(each)]
+        names = {name for each in owners for name, value in vars(each).items() if isinstance(value, _FUNCTIONS)}
+        pairs = [*itertools.product(owners, sorted(names))]
+        if id(kind) not in self._made:
+            functions = [id(vars(owner).get(name)) for owner, name in pairs]
+            self._made[id(kind)] = [weakref.ref(owner) for owner, _ in pairs], [name for _, name in pairs], functions
+
     def are_as_before(self) -> bool:
         """Whether they are; asked in each step, so it calls nothing in Python."""
         kinds = [*map(_CALL, self._kinds)]
         if not all(map(operator.is_not, kinds, itertools.repeat(None))):
             return False
         bases = map(id, itertools.chain.from_iterable(map(_MRO, kinds)))
-        return [*itertools.chain(*HOOKS_OF_ALL_MODULES), *bases] == self._before
+        if [*itertools.chain(*HOOKS_OF_ALL_MODULES), *bases] != self._before:
+            return False
+        return all(
+            [*map(id, map(_GET, map(vars, map(_CALL, owners)), names))] == before
+            for owners, names, before in self._made.values()
+        )
+
+
+def _make(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard the functions of a class of which a graph makes an object."""
+
+    def track_new_user_defined_object(self: Any, base: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_of_user(kind.value):
+            _facts(self.output_graph_weakref().root_tx).add_functions(kind.value)
+        return make(self, base, kind, *args, **kwargs)
+
+    return track_new_user_defined_object
 
 
 def _guard(source: Any, create: Callable[..., None]) -> None:
@@ -293,6 +317,18 @@ def _import(find: Callable[..., Any]) -> Callable[..., Any]:
     return import_source
 
 
+def _find_global(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard what Python's own modules keep, such as the environment that ``os.getenv`` reads, as the user's."""
+
+    def get_globals_source_and_value(self: Any, name: str) -> Any:
+        value, variable, source = find(self, name)
+        if isinstance(source, SkipGuardSource) and isinstance(self.f_globals.get(name), MutableMapping):
+            source = source.base
+        return value, variable, source
+
+    return get_globals_source_and_value
+
+
 def _is_of_class(call: Callable[..., Any]) -> Callable[..., Any]:
     """Guard whether a class of the user's is a subclass of an abstract one, which may change."""
 
@@ -305,7 +341,7 @@ def _is_of_class(call: Callable[..., Any]) -> Callable[..., Any]:
             abstract = [item for item in _flat(wanted) if isinstance(item, abc.ABCMeta)]
             if not abstract or not isinstance(kind, type) or isinstance(one, variables.ConstantVariable):
                 return result
-            if any(map(_is_of_user, (kind, *abstract))):
+            if any(map(is_of_user, (kind, *abstract))):
                 before = issubclass(kind, wanted)
                 _add_check(tx, lambda: issubclass(kind, wanted) == before)
         return result
@@ -434,12 +470,14 @@ def _keep_groups(_: Callable[..., Any]) -> Callable[..., Any]:
 REPAIRS = [
     Replacement(InstructionTranslatorBase, "load_builtin_from_argval", _load_builtin, 118156),
     Replacement(InstructionTranslatorBase, "import_source", _import, 197046),
+    Replacement(symbolic_convert.InliningInstructionTranslator, "get_globals_source_and_value", _find_global, None),
     Replacement(variables.BuiltinVariable, "call_isinstance", _is_of_class, 149991),
     Replacement(variables.BuiltinVariable, "call_issubclass", _is_of_class, 149991),
     Replacement(GuardBuilder, "EQUALS_MATCH", _equals, 192604),
     Replacement(GuardBuilder, "TENSOR_MATCH", _match_tensor, None),
     Replacement(VariableBuilder, "__call__", _build, 111562),  # #198189: order, #141714: `maxlen`
     Replacement(variables.UserFunctionVariable, "bind_args", _bind, 197860),
+    Replacement(SideEffects, "track_new_user_defined_object", _make, 197860),
     Replacement(variables.UserDefinedObjectVariable, "get_source_by_walking_mro", _find, 175006),
     Replacement(variables.UserDefinedObjectVariable, "generic_getattr", _miss, None),
     Replacement(variables.ConstDictVariable, "getitem_const_raise_exception_if_absent", _miss_key, None),

@@ -9,12 +9,14 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import random
 import sys
 import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -100,6 +102,37 @@ def another_method(compiled: Callable[..., Any]) -> Any:
     m = objects()
     replace = lambda i: i == 2 and setattr(m.Thing, "gain", lambda self: 5.0)  # noqa: E731
     return calls(compiled(lambda x, thing: x * thing.gain()), [m.one] * 4, replace)
+
+
+@case(dynamo_repairs._make)
+def another_method_of_what_is_made(compiled: Callable[..., Any]) -> Any:
+    def found(kind_of: str, name: str, before: Any, after: Any, step: Any) -> Any:
+        m = objects()
+        setattr(m.Thing, name, before)
+
+        def replace(i: int) -> None:
+            if i == 2:
+                setattr(getattr(m, kind_of), name, after)
+
+        return calls(compiled(step), [getattr(m, kind_of)] * 4, replace)
+
+    two, five = lambda self: 2.0, lambda self: 5.0
+    names = [
+        ("gain", two, five, lambda x, kind: x * kind().gain()),
+        ("__call__", two, five, lambda x, kind: x * kind()()),
+        ("more", property(two), property(five), lambda x, kind: x * kind().more),
+    ]
+    return [found(kind, *row) for kind in ("Thing", "Derived") for row in names]
+
+
+@case(dynamo_repairs._find_global)
+def another_environment(compiled: Callable[..., Any]) -> Any:
+    name, found = "SETTING_OF_A_TEST", []
+    for before in ({}, {name: "2"}):
+        with patch.dict(os.environ, before):
+            step = compiled(lambda x, _: x * float(os.getenv(name, "1")))
+            found.append(calls(step, [0] * 4, lambda i: i == 2 and os.environ.update({name: "5"})))
+    return found
 
 
 @case(dynamo_repairs._find)
@@ -294,6 +327,31 @@ def a_written_class(compiled: Callable[..., Any]) -> Any:
 @case(dynamo_left_out._construct)
 def a_size(compiled: Callable[..., Any]) -> Any:
     return calls(compiled(lambda x, y: torch.Tensor(y.size()).numel()), [torch.ones(3, 4)])
+
+
+@case(dynamo_left_out._wrap)
+def functions_of_a_metaclass(compiled: Callable[..., Any]) -> Any:
+    class Meta(type):
+        number = 1.0
+
+        def __bool__(cls) -> bool:
+            return cls.number > 1
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return cls.number > 1
+
+        def __getitem__(cls, key: str) -> float:
+            return cls.number
+
+    Thing: Any = Meta("Thing", (), {})
+    steps: list[Any] = [
+        lambda x, _: x * (3 if Thing else 1),
+        lambda x, one: x * (3 if isinstance(one, Thing) else 1),
+        lambda x, _: x * Thing["number"],
+        lambda x, _: x * Thing.number,
+    ]
+    change = lambda i: setattr(Meta, "number", 1.0 + (i > 1))  # noqa: E731
+    return [calls(compiled(step), [SimpleNamespace()] * 4, change) for step in steps]
 
 
 @case(dynamo_left_out._compare)
