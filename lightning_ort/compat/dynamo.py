@@ -24,7 +24,7 @@ from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_b
 from torch._guards import TracingContext
 from torch.distributions import kl
 
-from lightning_ort.compat.first_compilation import load_autograd, without_collections, without_debugger
+from lightning_ort.compat.first_compilation import load_autograd, without_collections, without_debugger, without_texts
 
 # Of one frame; the default of 8 is for one model, not for four steps with their partial batches and epochs.
 RECOMPILE_LIMIT = 32
@@ -425,7 +425,9 @@ def aot_backend(**compilers: Any) -> Callable[..., Any]:
         load_autograd()
         from torch._functorch.aot_autograd import aot_module_simplified
 
-        return _not_traced(aot_module_simplified(gm, inputs, **compilers | {"bw_compiler": compile_backward}))
+        with without_texts():
+            run = aot_module_simplified(gm, inputs, **compilers | {"bw_compiler": compile_backward})
+        return _not_traced(run)
 
     @_not_traced
     def compile_backward(*args: Any) -> Callable[..., Any]:
