@@ -64,19 +64,6 @@ def test_a_process_that_has_grown_gives_back_ever_more_rarely(
     assert len(given) == 11
 
 
-def test_timed_steps_all_begin_without_what_another_way_has_left(
-    monkeypatch: pytest.MonkeyPatch, given: list[int | None]
-) -> None:
-    one, size = room_of(monkeypatch)
-    one.see_unchanged()
-    size[0] = 1100
-    one.give_back(0, False, True)  # nothing was compiled
-    assert given == []
-    for step in range(1, 31):
-        assert one.give_back(step, step == 1, True) == 0
-    assert len(given) == 30
-
-
 def test_a_process_that_has_not_grown_gives_back_once(monkeypatch: pytest.MonkeyPatch, given: list[int | None]) -> None:
     one, size = room_of(monkeypatch)
     one.see_unchanged()

@@ -14,7 +14,7 @@ from lightning_ort.strategies.race.run_facts import RunFacts
 FREE, FREE_SHARE = 256 << 20, 0.25
 # so many times what the unchanged step needs, and free memory is given back that malloc keeps in holes of its heap
 LARGE = 1.05
-FIRST = 4  # steps after ways have changed, before each of which it is
+FIRST = 4  # steps after ways have changed, before each of which it is: turns of a duel are alike
 QUIET = 64  # steps in which nobody asks, at most: the report is that much behind
 
 
@@ -38,19 +38,19 @@ class Room:
         else:
             self._unchanged = self.used()
 
-    def give_back(self, step: int, has_changed: bool, is_timed: bool = False) -> int:
+    def give_back(self, step: int, has_changed: bool) -> int:
         """Give free memory back before this step, if ways have changed or the process has grown much since.
 
         Steps that run for the first time, and those that take turns, leave holes in the heap between small blocks: a
         transformer's steps had 127 MB in use and 290 resident; without the holes of the first ones, 185. Each time
         costs about a tenth of such a step, for pages that are touched anew, and more than a whole small one, so it is
-        done ever more rarely, but before each step that is timed, or one way would have the pages of another.
+        done ever more rarely.
 
         Returns:
             For how many steps it need not be called.
 
         """
-        if has_changed or (is_timed and self._next < math.inf):
+        if has_changed:
             self._next, self._gap, self._changed = step, 1, step
         if step >= self._next:
             if has_changed or (self._run.device.type == "cpu" and self.used() > LARGE * self._unchanged):

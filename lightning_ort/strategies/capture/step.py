@@ -181,10 +181,8 @@ class CapturedStep(AbstractContextManager[None]):
             way = race.next(Now(left, begins, room.obstacle, room.used))
             self._compiled.free_lost(race.kept)
             has_changed = any(event.what not in ("waits", "pays") for event in race.events[events:])
+            quiet = min(quiet, race.quiet_steps, room.give_back(race.steps, has_changed))
             is_timed = race.wants_time
-            quiet = min(quiet, race.quiet_steps, room.give_back(race.steps, has_changed, is_timed))
-        elif race is not None:
-            module.room.give_back(race.steps, False, True)  # numbers of threads take turns, too
         if way is UNCHANGED:
             way = threads.next(left, race is None or race.living == {UNCHANGED})
             quiet, is_timed = min(quiet, threads.quiet_steps), is_timed or threads.wants_time
