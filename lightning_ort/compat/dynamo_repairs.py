@@ -117,7 +117,11 @@ class _Facts:
         self._kinds: list[weakref.ref[type]] = []
         self._before: list[int] = [*itertools.chain(*HOOKS_OF_ALL_MODULES)]
         self._known: set[int] = set()
-        self._made: dict[int, tuple[list[weakref.ref[type]], list[str], list[int]]] = {}  # owners, names, functions
+        self._made: set[int] = set()
+        # of what may be called of the objects that a graph makes
+        self._owners: list[weakref.ref[type]] = []
+        self._names: list[str] = []
+        self._functions: list[int] = []
 
     def add(self, kind: type) -> None:
         if id(kind) not in self._known:
@@ -128,12 +132,15 @@ class _Facts:
     def add_functions(self, kind: type) -> None:
         """Add what may be called of objects that a graph makes: they have no source by which dynamo would guard it."""
         self.add(kind)
+        if id(kind) in self._made:
+            return
+        self._made.add(id(kind))
         owners = [each for each in _MRO(kind) if is_of_user(each)]
         names = {name for each in owners for name, value in vars(each).items() if isinstance(value, _FUNCTIONS)}
-        pairs = [*itertools.product(owners, sorted(names))]
-        if id(kind) not in self._made:
-            functions = [id(vars(owner).get(name)) for owner, name in pairs]
-            self._made[id(kind)] = [weakref.ref(owner) for owner, _ in pairs], [name for _, name in pairs], functions
+        for owner, name in itertools.product(owners, names):
+            self._owners.append(weakref.ref(owner))
+            self._names.append(name)
+            self._functions.append(id(vars(owner).get(name)))
 
     def are_as_before(self) -> bool:
         """Whether they are; asked in each step, so it calls nothing in Python."""
@@ -143,10 +150,8 @@ class _Facts:
         bases = map(id, itertools.chain.from_iterable(map(_MRO, kinds)))
         if [*itertools.chain(*HOOKS_OF_ALL_MODULES), *bases] != self._before:
             return False
-        return all(
-            [*map(id, map(_GET, map(vars, map(_CALL, owners)), names))] == before
-            for owners, names, before in self._made.values()
-        )
+        functions = map(_GET, map(vars, map(_CALL, self._owners)), self._names)
+        return [*map(id, functions)] == self._functions
 
 
 def _make(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,8 +23,8 @@ from typing import Any
 # an LSTM (10), 3.0 for a small GPT (197), 7.1 for a BERT (383).
 COST, COST_PER_OPERATION = 0.3, 0.015
 FIRST_COMPILATION = 0.3  # of a process, more seconds: imports, and what torch prepares once
-# Of the cold start-up's seconds, until a warm one has been seen: 0.46 for an MLP, 0.50 and 0.56 for a small GPT,
-# 0.43 for an FT-Transformer (processor seconds, one thread).
+# Of the cold start-up's seconds, until a warm one has been seen: 0.46 and 0.47 for an MLP, 0.50 and 0.56 for a small
+# GPT (processor seconds, one thread, beside other programs).
 WARM = 0.6
 EVALUATION = 0.5  # of what the training step takes: there is no backward graph
 DISPATCH_BOUND = 0.005  # seconds of a step that is mostly Python and launches of small kernels
