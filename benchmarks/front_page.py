@@ -5,6 +5,7 @@
 
 import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -90,27 +91,31 @@ def span(ratios: Any) -> str:
 
 def by_hand() -> str:
     """Return the table of README.md: whole fits beside what can be done without this package."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for line in newest("by-hand").read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.split("│")]
         if len(cells) > 8 and cells[3].isdigit():
-            names = ("seconds", "settled", "peak")
-            values = (float(cells[place]) for place in (4, 6, 7))
-            found.setdefault(cells[1], {})[cells[2]] = dict(zip(names, values, strict=True))
+            figures = {"seconds": cells[5], "settled": cells[6], "peak": cells[7]}
+            found.setdefault(cells[1], {})[cells[2]] = {
+                name: [*map(float, text.split())] for name, text in figures.items()
+            }
+
+    def spread(values: list[float], unit: str, digits: int) -> str:
+        """The median of rounds with the least and the greatest; of two rounds these alone."""
+        least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+        if least == most:
+            return f"{least}{unit}"
+        middle = f"{statistics.median(values):.{digits}f}{unit} " if len(values) > 2 else ""
+        return f"{middle}({least}-{most}{unit})" if middle else f"{least}-{most}{unit}"
 
     def row(what: str, variant: str, figure: str) -> str:
-        speeds = [rows["stock"][figure] / rows[variant][figure] for rows in found.values()]
-        ratios = [rows[variant]["peak"] / rows["stock"]["peak"] for rows in found.values()]
+        ratios = [rows[variant]["peak"][0] / rows["stock"]["peak"][0] for rows in found.values()]
         memory = f"{min(ratios):.2f}x-{max(ratios):.2f}x"
-        cells = [f"{speed:.2f}x" for speed in speeds]
+        rounds = [zip(rows["stock"][figure], rows[variant][figure], strict=True) for rows in found.values()]
+        cells = [spread([stock / own for stock, own in pairs], "x", 2) for pairs in rounds]
         return f"| {' | '.join([what, *cells, memory])} |"
 
-    def as_good(*variants: str) -> str:
-        fits = {name: {variant: row["seconds"] for variant, row in rows.items()} for name, rows in found.items()}
-        names = [name for name, took in fits.items() if min(took[each] for each in variants) < 1.05 * took["ort"]]
-        return ", ".join(names) or "none"
-
-    seconds = [f"{rows['stock']['seconds']:.1f} s" for rows in found.values()]
+    seconds = [spread(rows["stock"]["seconds"], " s", 1) for rows in found.values()]
     return "\n".join(
         [
             f"| whole fits, start-up included | {' | '.join(found)} | peak memory |",
@@ -123,9 +128,6 @@ def by_hand() -> str:
             row('**`strategy="ort"`**', "ort", "seconds"),
             row("bf16-mixed, fused, jemalloc", "bf16", "seconds"),
             row("**bf16-mixed, `ort`**", "ort@bf16", "seconds"),
-            "",
-            f"Within 5 % of `ort`: a plain `fused=True` for {as_good('fused')}, the best by hand in float32 for"
-            f" {as_good('fused', 'jemalloc', 'compile')}.",
         ]
     )
 

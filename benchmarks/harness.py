@@ -1,8 +1,10 @@
 """What the scripts share: a console that begins with the machine, tables of numbers, and calls that take turns."""
 
+import json
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -57,3 +59,13 @@ def in_turns(calls: Mapping[_Name, Callable[[], Any]], rounds: int, warm_up: int
 def medians(times: Mapping[_Name, Iterable[float]]) -> dict[_Name, float]:
     """Return the median of each."""
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def printed_by(command: Sequence[str], seconds: float) -> Any:
+    """Return what a process has printed last, as JSON; a text that says why there is nothing."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return f"more than {seconds} s"
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    return lines[-1][:60] if done.returncode else json.loads(lines[-1])

@@ -1,4 +1,4 @@
-"""Batches of tensors from torch's DataLoader: as it fetches them, and as it does while a run of ours lasts.
+"""Batches from torch's DataLoader: as it fetches them, and as it does while a run of ours lasts.
 
 Calls are of functions, Python's and C's together, for one batch. Times are the least of the rounds, which take turns,
 in processor time of this process.
@@ -8,13 +8,14 @@ in processor time of this process.
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from harness import console, table_of
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_ort.strategies.whole_batches import whole_batches
 
@@ -26,6 +27,56 @@ def tensors(rows: int, *shape: int) -> TensorDataset:
     return TensorDataset(torch.randn(rows, *shape), torch.randint(0, 9, (rows,)))
 
 
+class Indexes(Dataset[Any]):
+    """As people write them: an example is what there is at the index."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index]
+
+
+class Table(Indexes):
+    """As pytorch_tabular has it."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__(x, y)
+        self.columns = ["a"]
+
+    def __getitem__(self, index: int) -> Any:
+        return {"continuous": self.x[index] if self.columns else torch.Tensor(), "target": self.y[index]}
+
+
+class Makes(Indexes):
+    """Does more: examples are made one by one, and collated by columns."""
+
+    def __init__(self, x: Any, y: Any, make: Callable[[Any, Any], Any]) -> None:
+        super().__init__(x, y)
+        self.make = make
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(self.x[index], self.y[index])
+
+
+def of_users(size: int) -> Iterator[tuple[str, Any, int]]:
+    """Yield data sets of people's own, with a name and a batch size."""
+    rows = BATCHES * size
+    x, y = np.random.default_rng(0).random((rows, 64), dtype=np.float32), np.arange(rows) % 9
+    images = np.zeros((rows, 3, 32, 32), np.float32)
+    yield "indexes tensors", Indexes(torch.from_numpy(x), torch.from_numpy(y)), size
+    yield "indexes arrays", Indexes(x, y), size
+    yield "indexes arrays, if there are any", Table(x, y), size
+    yield "indexes a list of numbers", Indexes(torch.from_numpy(x), y.tolist()), size
+    yield "makes tuples: array, int", Makes(x, y, lambda x, y: (x + 1, int(y))), size
+    yield "makes tuples: tensor, int", Makes(torch.from_numpy(x), y, lambda x, y: (x + 1, int(y))), size
+    yield "makes tuples: image, int", Makes(images, y, lambda x, y: (x + 1, int(y))), size
+    yield "makes dicts: 2 arrays, int, float", Makes(x, y, lambda x, y: {"x": x, "z": -x, "y": int(y), "w": 1.5}), size
+
+
 def cases() -> Iterator[tuple[str, Any, int]]:
     """Yield a name, data and a batch size."""
     for size in (1, 4, 32, 256):
@@ -35,6 +86,7 @@ def cases() -> Iterator[tuple[str, Any, int]]:
     yield "ConcatDataset of two", ConcatDataset([tensors(BATCHES * 16, 64), tensors(BATCHES * 16, 64)]), 32
     yield "images of 28 x 28", tensors(BATCHES * 64, 1, 28, 28), 64
     yield "images of 3 x 224 x 224", tensors(BATCHES * 8, 3, 224, 224), 8
+    yield from of_users(64)
 
 
 @contextmanager

@@ -12,14 +12,13 @@ import json
 import logging
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
-from harness import BARE, console, table_of
+from harness import BARE, console, printed_by, table_of
 
 PACKAGE = Path(__file__).parents[1] / "lightning_ort" / "compiler"
 PARTS = ("regions", "placement", "executors/ort")  # a step that is one session needs most of these too
@@ -88,15 +87,10 @@ def main() -> None:
     numbers = {"one session": 0, "several regions": 0, "PyTorch alone": 0}
     for name in names:
         command = [sys.executable, __file__, "--only", name, "--steps", str(args.steps)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=args.seconds, check=False)
-        except subprocess.TimeoutExpired:
-            table.add_row(name, f"more than {args.seconds} s", "")
+        one = printed_by(command, args.seconds)
+        if isinstance(one, str):
+            table.add_row(name, one, "")
             continue
-        if done.returncode:
-            table.add_row(name, done.stderr.strip().splitlines()[-1][:60], "")
-            continue
-        one = json.loads(done.stdout.strip().splitlines()[-1])
         is_whole = one["on_ort"] == 1 and one["nodes"] == one["nodes_on_ort"]
         what = "PyTorch alone" if not one["on_ort"] else "one session" if is_whole else "several regions"
         numbers[what] += 1

@@ -1,18 +1,23 @@
 """A whole training step of small modules: a loop written by hand, stock Lightning and this strategy, in turns.
 
 Three layers of 64 at batch 32, and the modules of ``small.py``. By hand: forward, loss, ``zero_grad``, ``backward`` and
-``step`` in a loop over the same batches, with the optimizer as configured, and fused with one thread. Each way is a
-process of its own that runs rounds of steps when it is told to, so that other work on the machine meets all of them.
-``python benchmarks/session_step.py [--steps N] [--rounds N] [--modules Mlp Layers10x64 Layers8x128] [--memory]``
+``step`` in a loop over the same batches, with the optimizer as configured, and fused with one thread. Batches are made
+beforehand, logged (a value in each step, and a CSVLogger), of a shuffled ``TensorDataset``, or of a data set of a
+user's, which returns an example as a dictionary that it computes. Each way is a process of its own that runs epochs
+when it is told to, so that other work on the machine meets all of them.
+``python benchmarks/session_step.py [--steps N] [--rounds N] [--modules Mlp ...] [--data made logged tensors rows]``
 """
 
 import argparse
+import itertools
 import json
 import logging
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -21,12 +26,14 @@ from typing import Any
 import torch
 from harness import console, medians, table_of
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from small import Layers, Layers8x128, Layers10x64
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_ort import ORTStrategy
 
-WARM_UP = 1000  # steps, in which ways take turns
+WARM_UP = 4000  # steps, in which ways take turns
+DATA = ("made", "logged", "tensors", "rows")
 
 
 class Mlp(Layers):
@@ -40,37 +47,60 @@ WAYS = ("by hand", "by hand, fused, one thread", "stock", "ort, unchanged", "ort
 
 
 class Turns(Callback):
-    """Lets rounds of steps run when they are asked for, and prints the seconds of each step in one."""
+    """Lets epochs run when they are asked for, and prints the seconds of each step in one."""
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._begun = steps, 0.0
+        self._steps, self._warm_up, self._begun = steps, -(-WARM_UP // steps), 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin a round."""
-        if batch_idx >= WARM_UP and (batch_idx - WARM_UP) % self._steps == 0:
-            self.turn(batch_idx > WARM_UP)
-
-    def turn(self, ended: bool) -> None:
-        """End a round, and wait for the next."""
-        if ended:
-            print("took", (time.perf_counter() - self._begun) / self._steps, flush=True)
-        else:
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """Wait for a turn, after the warm-up."""
+        self._warm_up -= 1
+        if self._warm_up < 0:
             print("ready", flush=True)
-        sys.stdin.readline()
+            sys.stdin.readline()
         self._begun = time.perf_counter()
 
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """Say what it took."""
+        if self._warm_up < 0:
+            print("took", (time.perf_counter() - self._begun) / self._steps, flush=True)
 
-class Batches(IterableDataset):
+
+class Batches:
     """The same few batches, again and again."""
 
     def __init__(self, batches: list[Any], count: int) -> None:
-        self.batches, self.count = batches, count
+        self.batches = [batches[number % len(batches)] for number in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        return (self.batches[number % len(self.batches)] for number in range(self.count))
+        return iter(self.batches)
 
 
-def by_hand(module: LightningModule, data: Iterable[Any], turns: Turns, fused: bool) -> None:
+class Rows(Dataset[Any]):
+    """A data set of a user's, which computes."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index] * 1.0, self.y[index]
+
+
+def data_of(module: Any, kind: str, steps: int) -> Any:
+    """Return what an epoch iterates over."""
+    if kind in ("made", "logged"):
+        return Batches([tuple(module.samples(module.batch)) for _ in range(8)], steps)
+    x, y = module.samples(module.batch * steps)
+    return DataLoader(TensorDataset(x, y) if kind == "tensors" else Rows(x, y), module.batch, shuffle=True)
+
+
+def by_hand(module: LightningModule, data: Iterable[Any], turns: Turns, epochs: int, fused: bool) -> None:
     """Train without Lightning."""
     if fused:
         torch.set_num_threads(1)
@@ -78,52 +108,61 @@ def by_hand(module: LightningModule, data: Iterable[Any], turns: Turns, fused: b
     if fused:
         optimizer = type(optimizer)(optimizer.param_groups, fused=True)
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
-    for number, batch in enumerate(data):
-        turns.on_train_batch_start(None, module, batch, number)  # type: ignore[arg-type]
-        loss = module.training_step(batch, number)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    for _ in range(epochs):
+        turns.on_train_epoch_start()
+        for number, batch in enumerate(data):
+            loss = module.training_step(batch, number)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        turns.on_train_epoch_end()
 
 
-def run(name: str, way: str, steps: int, rounds: int) -> None:
+def run(name: str, kind: str, way: str, steps: int, rounds: int) -> None:
     """Train one module in one way, in this process."""
     torch.manual_seed(0)
     module: Any = MODULES[name]()
-    batches = [tuple(module.samples(module.batch)) for _ in range(8)]
-    turns, data = Turns(steps), Batches(batches, WARM_UP + steps * rounds + 1)
+    if kind != "logged":
+        module.log = lambda *args, **kwargs: None
+    turns, data, epochs = Turns(steps), data_of(module, kind, steps), -(-WARM_UP // steps) + rounds
     if way.startswith("by hand"):
-        by_hand(module, data, turns, "fused" in way)
+        by_hand(module, data, turns, epochs, "fused" in way)
     else:
-        settings: dict[str, Any] = {"compile_budget": 1e-9} if "unchanged" in way else {"start": "now", "engine": "ort"}
-        off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        settings: dict[str, Any] = {"compile_budget": 1e-9} if "unchanged" in way else {}
+        off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        folder = tempfile.mkdtemp()
         trainer = Trainer(
             strategy="auto" if way == "stock" else ORTStrategy(config={"cache_dir": None, **settings}),
             callbacks=[turns],
             accelerator="cpu",
-            max_epochs=1,
+            max_epochs=epochs,
+            logger=CSVLogger(folder) if kind == "logged" else False,
             **dict.fromkeys(off, False),
         )
-        trainer.fit(module, DataLoader(data, batch_size=None))
+        trainer.fit(module, data)
+        shutil.rmtree(folder)
+        if way != "stock":
+            print(trainer.strategy.report.to_text(), file=sys.stderr)
     print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, flush=True)
 
 
-def measure(name: str, steps: int, rounds: int) -> dict[str, tuple[list[float], float]]:
+def measure(name: str, kind: str, steps: int, rounds: int) -> dict[str, tuple[list[float], float]]:
     """Return the seconds of a step in each round, and the peak of memory in MB, of each way."""
     processes = {}
     for way in WAYS:
-        command = [sys.executable, __file__, "--one", json.dumps([name, way, steps, rounds])]
+        command = [sys.executable, __file__, "--one", json.dumps([name, kind, way, steps, rounds])]
         processes[way] = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         _answer(processes[way], "ready")
     times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(rounds):
+    for number in range(rounds):
         for way, process in processes.items():
             times[way].append(_turn(process))
+            if number < rounds - 1:
+                _answer(process, "ready")
     found = {}
     for way, process in processes.items():
-        _tell(process)
         found[way] = times[way], _answer(process, "peak")
         process.wait()
     return found
@@ -150,9 +189,10 @@ def _answer(process: Any, word: str) -> float:
 def main() -> None:
     """Print a table for each module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="in a round")
+    parser.add_argument("--steps", type=int, default=500, help="in a round, which is an epoch")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--modules", nargs="+", choices=MODULES, default=list(MODULES))
+    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -161,10 +201,10 @@ def main() -> None:
         run(*json.loads(arguments.one))
         return
     out = console()
-    for name in arguments.modules:
-        found = measure(name, arguments.steps, arguments.rounds)
+    for name, kind in itertools.product(arguments.modules, arguments.data):
+        found = measure(name, kind, arguments.steps, arguments.rounds)
         middle = medians({way: times for way, (times, _) in found.items()})
-        table = table_of(name, ("way",), ("us a step", "of by hand", "times stock", "peak MB"))
+        table = table_of(f"{name}, {kind}", ("way",), ("us a step", "of by hand", "times stock", "peak MB"))
         for way, seconds in middle.items():
             hand, stock = (
                 statistics.median(one / other for one, other in zip(*pair, strict=True))

@@ -92,7 +92,7 @@ class Watch(Callback):
 
 def watch(unchanged: bool = False) -> Watch:
     """Return what a fit has shown."""
-    settings = {"start": "amortized"} if unchanged else {"start": "now", "placement": "always"}
+    settings = {"engine": "torch"} if unchanged else {"start": "now", "placement": "always"}
     watched = Watch()
     trainer = Trainer(
         strategy=lightning_ort.ORTStrategy(config={"cache_dir": None, **settings}),

@@ -19,11 +19,10 @@ import zoo
 from rich.console import Console
 
 from lightning_ort._text import PlainTable
-from lightning_ort.cli.bench import compare, named, to_dict, to_table
+from lightning_ort.cli.bench import NAMED, compare, named, to_dict, to_table
+from lightning_ort.cli.bench_picture import draw_bars
 from lightning_ort.cli.load import load
 from lightning_ort.tuning.api import machine
-from lightning_ort.tuning.candidate import NAMED
-from lightning_ort.tuning.picture import draw_bars
 from lightning_ort.tuning.project import Project
 from lightning_ort.tuning.trials import Trial, times
 

@@ -85,7 +85,7 @@ def main() -> None:
     for name in args.modules:
         model, data = map(imported, MODULES[name])
         result = lightning_ort.tune(model, data, time=args.time, accelerator="cpu")
-        shown.print(result.table(), result.explanation())
+        shown.print(result.table(), *result.not_measured, *result.notes, sep="\n")
         median, low, high, differs = checked(name, result, args.rounds, args.steps)
         speeds = [f"{result.speed_up:.2f}x", f"{median:.2f}x", f"{low:.2f}-{high:.2f}"]
         table.add_row(name, result.best["candidate"], *speeds, differs)

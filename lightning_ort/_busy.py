@@ -18,9 +18,7 @@ class TimeLimits:
     slowdown: float = 1.25  # from here on a machine is called busy, and two slowdowns are called different
     # seconds of all samples of a duel, or one burst of work elsewhere covers a whole duel of steps of a millisecond
     duel: float = 0.06
-    audits: float = 1.0  # seconds that the audits of a run may take, beside shares of its time
     one_thread: float = 5.0  # that a step may take longer where it is tried on one thread; 0 if that is not tried
-    patience: float = 2.0  # seconds before which no copy of the process is ended
 
 
 WHILE_BUSY = "; timed while other programs used the machine"  # behind times, in what people read

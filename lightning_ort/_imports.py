@@ -54,7 +54,8 @@ class LightningNamespace:
 
     def submodule(self, name: str) -> Any:
         """Import a module of Lightning, such as ``"plugins.precision"``."""
-        return importlib.import_module(f"{self.package}.{name}")
+        full = f"{self.package}.{name}"
+        return sys.modules.get(full) or importlib.import_module(full)
 
     def misconfiguration(self, message: str) -> Exception:
         """Return this namespace's ``MisconfigurationException``."""
@@ -66,6 +67,7 @@ PYTORCH_LIGHTNING = LightningNamespace("pytorch_lightning", "pytorch-lightning",
 NAMESPACES = (LIGHTNING, PYTORCH_LIGHTNING)
 # what torch.onnx.export converts with
 ONNXSCRIPT = RequirementCache("onnxscript")
+OPTUNA = RequirementCache("optuna>=4")  # what `tune` searches with
 
 
 def absence(requirement: RequirementCache) -> str:
@@ -93,8 +95,11 @@ def _forget_sources() -> None:
 
 
 def is_inherited(method: Any) -> bool:
-    """Whether a method of a module is that of LightningModule itself, which no class derived from it replaces."""
-    return any(str(getattr(method, "__module__", "")).startswith(f"{each.package}.core.") for each in NAMESPACES)
+    """Whether a method is that of LightningModule or Callback itself, which no class derived from it replaces."""
+    where = f"{getattr(method, '__module__', '')}."
+    return any(
+        where.startswith((f"{each.package}.core.", f"{each.package}.callbacks.callback.")) for each in NAMESPACES
+    )
 
 
 def namespace_of(kind: type) -> LightningNamespace | None:

@@ -6,6 +6,7 @@ A field says all that there is to know of a setting: its annotation which values
 
 import dataclasses
 import difflib
+import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from lightning_ort._arguments import (
     passed,
 )
 
-EngineSetting = Literal["auto", "ort", "torch"]
+EngineSetting = Literal["auto", "ort", "recorded", "torch"]
 DropoutMasks = Literal["exact", "fast"]
 Placement = Literal["measured", "always"]
 Start = Literal["amortized", "now"]
@@ -70,10 +71,6 @@ class DebugSettings:
             as a failure of that region.
         trainer_loop: ``"lean"`` lets the Trainer do in each batch what somebody asked for, and no more, where its code
             is known; ``"stock"`` leaves its loops, ``self.log`` and progress bars as they are.
-        record_step: On one GPU, records the training step that inductor has compiled as CUDA graphs: forward and
-            backward pass, and clipping with the update of a fused optimizer. They are replayed in steps of the same
-            sizes, while nobody looks at gradients. Batches are copied from pinned memory on another stream. It has only
-            run on stand-ins so far, never on a real GPU.
         save_onnx_dir: Folder to write every region's ONNX model to, as ``<graph>.<region>.onnx``.
 
     Raises:
@@ -90,7 +87,6 @@ class DebugSettings:
     intra_op_threads: int | None = _setting(None, changes="regions")
     check_against_eager: bool = _setting(False)
     trainer_loop: TrainerLoop = _setting("lean", changes=None)
-    record_step: bool = _setting(False)
     save_onnx_dir: str | None = _setting(None, changes=None)
 
     def __post_init__(self) -> None:
@@ -122,7 +118,8 @@ class ORTConfig:
 
     Args:
         engine: What may run a step of a LightningModule: ``"torch"`` PyTorch alone, which compiles nothing (the
-            optimizer and the memory of the strategy stay); ``"ort"`` also ONNX Runtime; ``"auto"`` also the other
+            optimizer and the memory of the strategy stay); ``"recorded"`` also recordings of steps, which compile
+            nothing either; ``"ort"`` ONNX Runtime and not recordings; ``"auto"`` all of these, and the other
             compilers of whole steps, and the fastest is kept. On a CPU they are tried after ONNX Runtime, with
             ``start="amortized"`` once that is expected to pay; on a GPU before it. ``None`` is ``"auto"`` with
             ``placement="measured"`` on a GPU, and on a CPU if one of them can compile there and ``start`` is
@@ -148,10 +145,8 @@ class ORTConfig:
             again, in graphs that draw no random numbers. On ONNX Runtime a share below 1 recomputes elementwise ops,
             below 0.5 everything except matrix products, convolutions, reductions and random numbers. 0 to 1; ``None``
             makes time the aim.
-        audit: ``"auto"`` lets a copy of the process repeat some captured steps in eager, and compares what they return,
-            log and leave behind, and their gradients; a step that differs goes on in PyTorch, with a warning. Where no
-            process can be copied, as on a GPU, the first runs of each graph of another compiler are compared with
-            eager. ``"off"`` does neither.
+        audit: ``"auto"`` compares the first runs of each graph that dynamo has captured with eager; what differs goes
+            on in PyTorch, with a warning. ``"off"`` does not. Recordings are always checked.
         dropout_masks: In steps that another compiler runs, ``"exact"`` draws the masks that eager would, ``"fast"``
             lets it draw other ones inside its kernels.
         cache_dir: Folder where ONNX models and placement decisions are kept between runs; ``"auto"`` is the folder in
@@ -185,9 +180,10 @@ class ORTConfig:
         if self.engine in ("off", False):  # False is what YAML makes of `off`
             raise ValueError(f"ORTConfig(engine={self.engine!r}): engine='torch' compiles nothing; write that.")
         _check_choices(self)
-        if self.engine == "auto" and self.placement == "always":
-            raise ValueError("ORTConfig(engine='auto', placement='always'): engine='auto' needs placement='measured'.")
-        if self.dropout_masks == "fast" and (self.engine in ("ort", "torch") or self.placement == "always"):
+        if self.engine in ("auto", "recorded") and self.placement == "always":
+            given = f"engine={self.engine!r}"
+            raise ValueError(f"ORTConfig({given}, placement='always'): {given} needs placement='measured'.")
+        if self.dropout_masks == "fast" and (self.engine in ("ort", "recorded", "torch") or self.placement == "always"):
             raise ValueError(
                 "ORTConfig(dropout_masks='fast') is for steps that another compiler runs: it needs engine='auto' or"
                 " None, and placement='measured'."
@@ -196,9 +192,9 @@ class ORTConfig:
             check_share("compile_budget", self.compile_budget, owner)
         if self.activation_memory_budget is not None:
             check_share("activation_memory_budget", self.activation_memory_budget, owner, may_be_0=True)
-            if self.engine == "torch":
+            if self.engine in ("recorded", "torch"):
                 given = passed("activation_memory_budget", self.activation_memory_budget, owner)
-                raise ValueError(f"{given}: engine='torch' compiles nothing; leave one of them out.")
+                raise ValueError(f"{given}: engine={self.engine!r} compiles nothing; leave one of them out.")
         for name, word in (("cache_dir", "auto"), ("report", "log")):
             value = getattr(self, name)
             if value is None or (isinstance(value, str) and value == word):
@@ -210,11 +206,6 @@ class ORTConfig:
             debug = check_mapping("debug", self.debug, "a mapping with fields of DebugSettings", owner)
             object.__setattr__(self, "debug", DebugSettings(**debug))
         check_type("debug", self.debug, DebugSettings, "a mapping with fields of DebugSettings", owner)
-        if self.debug.record_step and (self.engine in ("ort", "torch") or self.placement == "always"):
-            raise ValueError(
-                "DebugSettings(record_step=True) is for steps that inductor compiles: it needs engine='auto' or None,"
-                " and placement='measured'."
-            )
 
     def key(self, found: Found, **resolved: Any) -> tuple[str, ...]:
         """Return a text for each setting on which what runs find depends; runs with equal ones share it.
@@ -258,9 +249,14 @@ _DEBUG = "DebugSettings"
 
 def _check_choices(settings: Any) -> None:
     """Check the fields that only a few values are allowed for."""
-    for name, annotation in get_type_hints(type(settings)).items():
-        if choices := _choices(annotation):
-            check_choice(name, getattr(settings, name), choices, type(settings).__name__)
+    kind: Any = type(settings)
+    for name, choices in _choices_by_name(kind).items():
+        check_choice(name, getattr(settings, name), choices, kind.__name__)
+
+
+@functools.cache
+def _choices_by_name(kind: type) -> dict[str, tuple[Any, ...]]:
+    return {name: found for name, annotation in get_type_hints(kind).items() if (found := _choices(annotation))}
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

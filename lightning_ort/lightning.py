@@ -19,6 +19,7 @@ from lightning_ort.precision.mixed import MixedPrecisionMixin
 from lightning_ort.strategies.auto_device import AutoDeviceMixin
 from lightning_ort.strategies.checkpoints import AtomicSaveMixin
 from lightning_ort.strategies.deepspeed.mixin import DeepSpeedZeRO1Mixin
+from lightning_ort.strategies.deepspeed.precision import DeepSpeedPrecisionMixin
 from lightning_ort.strategies.mixin import ORTMixin
 from lightning_ort.strategies.optimizers import SwapOptimizersCallback
 from lightning_ort.strategies.parallel import ORTDDPMixin, ORTParallelMixin, ShardOptimizersMixin
@@ -77,6 +78,10 @@ class ORTMixedPrecision(MixedPrecisionMixin, precision.MixedPrecision):
 
 
 MixedPrecision = ORTMixedPrecision  # pickle looks the class up by its qualified name
+
+
+class ORTDeepSpeedPrecision(DeepSpeedPrecisionMixin, precision.DeepSpeedPrecision):
+    """What ``ORTZeRO1Strategy`` uses in place of ``DeepSpeedPrecision``; see :class:`DeepSpeedPrecisionMixin`."""
 
 
 class ORTMatmulPrecision(MatmulPrecisionMixin, precision.Precision):

@@ -17,9 +17,9 @@ import torch
 from torch.utils.checkpoint import checkpoint  # before onnxruntime's ORTModule, which some tests import, replaces it
 
 from lightning_ort._busy import LIMITS, TimeLimits
-from lightning_ort.compat.cpython import handlers_of_forked_children
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.machine.openmp import pause_openmp
+from lightning_ort.strategies.capture.capture import obstacle
 
 # pytest listens to every logger that does not propagate, and torch renders its whole trace if anybody listens to it
 logging.getLogger("torch.__trace").propagate = True
@@ -29,7 +29,6 @@ torch.set_num_threads(1)
 
 def pytest_collection_finish() -> None:
     # torch's and Lightning's modules hold a million objects that stay: without them a collection takes no time
-    handlers_of_forked_children()  # found before they are hidden
     gc.freeze()
 
 
@@ -52,6 +51,8 @@ def has_gpu() -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not has_gpu():
         pytest.skip("needs a CUDA device and a CUDA build of onnxruntime")
+    if item.get_closest_marker("new_torch") is not None and (why := obstacle()):
+        pytest.skip(why)
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,7 @@ def clean_state(tmp_path: Path) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         yield
     torch._dynamo.reset()
+    torch.distributions.Distribution.set_default_validate_args(__debug__)  # dynamo switches it off
     torch.use_deterministic_algorithms(deterministic)
     torch.set_default_dtype(default_dtype)
     pause_openmp()  # of a test that used several threads
@@ -99,11 +101,11 @@ def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def limits() -> Iterator[Callable[..., None]]:
-    """Duels are short, no machine is busy, one thread is not tried, and about one audit is made in each run.
+    """Duels are short, no machine is busy, and one thread is not tried.
 
     The modules of tests take less than a millisecond a step, or none at all by a clock of their own.
     """
-    token = LIMITS.set(TimeLimits(slowdown=math.inf, duel=0.0, audits=0.15, one_thread=0.0))
+    token = LIMITS.set(TimeLimits(slowdown=math.inf, duel=0.0, one_thread=0.0))
     yield lambda **changed: LIMITS.set(dataclasses.replace(LIMITS.get(), **changed))
     LIMITS.reset(token)
 
@@ -150,7 +152,32 @@ def regions_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def paces(monkeypatch: pytest.MonkeyPatch, regions_win: None) -> Callable[..., None]:
+def no_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are tried on what dynamo captures alone."""
+    from lightning_ort.compiler import engines
+    from lightning_ort.strategies.race.run_facts import RunFacts
+
+    monkeypatch.setattr(RunFacts, "compiles_recordings", False)
+    monkeypatch.setattr(engines, "ON_CPU", [name for name in engines.ON_CPU if name != engines.RECORDED])
+
+
+@pytest.fixture
+def recordings_win(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """No clock decides: a replay takes half of what the step takes. Returns the seconds of both."""
+    from lightning_ort.strategies.race.turn import Turn
+
+    tell, seconds = Turn.tell, {"recorded": 0.001, "other": 0.002}
+
+    def scripted(self: Turn, *args: Any) -> None:
+        self.seconds, self.waited = self.steps * seconds.get(self.way.engine, seconds["other"]), 0.0
+        tell(self, *args)
+
+    monkeypatch.setattr(Turn, "tell", scripted)
+    return seconds
+
+
+@pytest.fixture
+def paces(monkeypatch: pytest.MonkeyPatch, regions_win: None, no_recordings: None) -> Callable[..., None]:
     """Races go by a script: the seconds of a step on each engine, and of one that compiles."""
     from lightning_ort.compiler import engines
     from lightning_ort.strategies.race.turn import Turn
@@ -158,7 +185,7 @@ def paces(monkeypatch: pytest.MonkeyPatch, regions_win: None) -> Callable[..., N
     tell, seconds = Turn.tell, dict[str, float]()
 
     def scripted(self: Turn, *args: Any) -> None:
-        self.seconds = seconds["compiling"] if self.compiled else seconds[self.way.engine]
+        self.seconds = seconds["compiling"] if self.compiled else self.steps * seconds[self.way.engine]
         self.waited = 0.0
         tell(self, *args)
 

@@ -30,16 +30,16 @@ from lightning_ort import (
     export_onnx,
     param_groups,
 )
+from lightning_ort.cli.bench import parse
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.optim import memory
 from lightning_ort.optim.swap import OptimizerSwap
-from lightning_ort.tuning.candidate import Candidate
 
 LINEAR = nn.Linear(2, 2)
 # what is passed; a substring that stands for a file or folder of the test's is replaced by it
 FILE, FOLDER = "<a file>", "<a folder>"
 CHOICES = {
-    "engine": "'auto', 'ort', 'torch'",
+    "engine": "'auto', 'ort', 'recorded', 'torch'",
     "dropout_masks": "'exact', 'fast'",
     "placement": "'measured', 'always'",
     "fallback": "'warn', 'raise'",
@@ -359,8 +359,8 @@ OTHERS: list[Case] = [
         (CompileReport.from_dict, {"data": value}, ValueError, ("not a report of",))
         for value in (None, 3, [], {}, "x", {"graphs": 3})
     ],
-    (Candidate.parse, {"text": "fast"}, ValueError, ("'fast'", "stock, compile, torch, ort")),
-    (Candidate.parse, {"text": "stock+adamw_torch_fuse"}, ValueError, ("adamw_torch_fuse", "'adamw_torch_fused'")),
+    (parse, {"text": "fast"}, ValueError, ("'fast'", "stock, compile, torch, ort")),
+    (parse, {"text": "stock+adamw_torch_fuse"}, ValueError, ("adamw_torch_fuse", "'adamw_torch_fused'")),
 ]
 
 

@@ -63,7 +63,7 @@ OF_GRAPHS = (
 )
 OF_STEPS = (
     *({"engine": "ort"}, {"dynamic": True}, {"dropout_masks": "fast"}, {"debug": {"capture": "modules"}}),
-    *({"debug": {"step_graph": "split"}}, {"debug": {"record_step": True}}, {"debug": {"check_against_eager": True}}),
+    *({"debug": {"step_graph": "split"}}, {"debug": {"check_against_eager": True}}),
 )
 
 

@@ -104,12 +104,13 @@ print(list(graph.recomputable_node_only_graph.edges))
 import networkx
 print(type(graph.recomputable_node_only_graph) is networkx.DiGraph)
 """
-OURS = {"lightning_ort.compiler.compilation", "lightning_ort.compat.dynamo_repairs"}
+OURS = {"lightning_ort.compiler.compilation"}
 COMPILER = OURS | {"onnxruntime", "onnx", "onnx_ir", "torch._functorch.partitioners"}
 INDUCTOR = "torch._inductor.ir"  # takes 0.3 s and 24 MB
 ZERO = "torch.distributed.optim"  # takes 0.2 s
 
 
+@pytest.mark.new_torch
 def test_fits_load_what_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """First one that compiles nothing, then one that an earlier run has compiled, then one on ONNX Runtime."""
     always = {"placement": "always", "debug": {"min_region_nodes": 1}}

@@ -285,6 +285,7 @@ def test_stock_strategies_are_untouched() -> None:
     assert type(pl.Trainer(accelerator="cpu", logger=False).strategy) is pl.strategies.SingleDeviceStrategy
 
 
+@pytest.mark.new_torch
 def test_top_level_names() -> None:
     from lightning_ort.lightning import ORTStrategy
 

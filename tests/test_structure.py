@@ -3,8 +3,10 @@
 import ast
 import functools
 import graphlib
+import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from inspect import ismodule
 from pathlib import Path
 
 import pytest
@@ -13,14 +15,15 @@ import lightning_ort
 
 ROOT = Path(lightning_ort.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-MAX_FILE_LINES = 500
+MOST_LINES = 42_198  # of the whole package; a commit that raises it says why
 MAX_FUNCTION_LINES = 50
 
 # A module imports from its own layer and from those before it.
 LAYERS = [
-    {"_arguments", "_busy", "_imports", "_memory", "_strategies", "_text"},
+    {"_arguments", "_busy", "_imports", "_memory", "_shims", "_strategies", "_text"},
     {"compat"},
     {"config"},
+    {"recording", "world"},
     {"compiler"},
     {"optim", "precision"},
     {"strategies"},
@@ -114,9 +117,10 @@ def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.name, lines
 
 
-def test_files_are_short() -> None:
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    assert {path.name: count for path, count in lines.items() if count > MAX_FILE_LINES} == {}
+def test_the_package_is_no_larger_than_its_budget() -> None:
+    """Sizes of files are free; what is added has to be worth its lines, and a smaller package lowers the number."""
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in FILES if path.name != "_version.py")
+    assert lines <= MOST_LINES
 
 
 def test_names_of_test_files_are_unique() -> None:
@@ -136,6 +140,67 @@ def test_no_circle_of_imports() -> None:
     graph = {module: imported(ast.walk(parsed(module))) - {module} for module in MODULES}
     order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the modules of a circle
     assert len(order) == len(MODULES) > 50
+
+
+# what takes a step, or a model, apart: torch renames it, and nothing else may fail with it
+FRAGILE = re.compile(r"torch\._[a-z]|torch\._C\._dynamo|torch\.fx\.(experimental|graph)")
+# what imports some of it when that is asked for, and says what is missing
+DOORS = {
+    "lightning_ort.callbacks.export_onnx",
+    "lightning_ort.compiler.engines",  # `obstacle`, of steps that are captured
+    "lightning_ort.onnx_export.predict",
+    "lightning_ort.strategies.capture.capture",
+}
+
+
+def other_modules(module: str) -> set[str]:
+    """Names that a module imports, be it in a function, and what it reads of them."""
+    found = set()
+    for node in ast.walk(parsed(module)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and re.match(r"torch\._(dynamo|functorch|inductor)\b", ast.unparse(node)):
+            found.add(ast.unparse(node))
+    return found
+
+
+def test_what_needs_nothing_of_dynamo_imports_nothing_of_it() -> None:
+    fragile = {module for module in MODULES if any(map(FRAGILE.match, other_modules(module)))}
+    assert len(fragile) > 5
+    assert {module.split(".")[1] for module in fragile} <= {"compat", "recording"}
+    loaded = loaded_with("lightning_ort.lightning")
+    assert len(loaded) > 50
+    assert loaded & fragile == set()
+    later = {module: imported(within_functions(parsed(module))) for module in loaded}
+    assert {module for module in later if fragile & {*later[module], *map_all(loaded_with, later[module])}} == DOORS
+
+
+def map_all(function: Callable[[str], set[str]], names: set[str]) -> set[str]:
+    return {found for name in names for found in function(name)}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if re.search(r"\.compat\.(dynamo|aot_)", name)])
+def test_names_of_dynamo_are_looked_up_at_once(module: str) -> None:
+    """One that is missing shows when its module is imported, and not when a step runs."""
+    tree = parsed(module)
+    modules = {
+        alias.asname or alias.name
+        for node in module_level(tree)
+        if isinstance(node, ast.ImportFrom) and re.match(r"torch\._(dynamo|functorch)", node.module or "")
+        for alias in node.names
+        # a configuration is patched, which says what it does not know
+        if alias.name != "config" and ismodule(getattr(importlib.import_module(node.module), alias.name))
+    }
+
+    def read(nodes: Iterator[ast.AST]) -> set[str]:
+        pairs = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
+        return {
+            f"{node.value.id}.{node.attr}" for node in pairs if node.value.id in modules and node.attr != "__name__"
+        }
+
+    assert read(within_functions(tree)) <= read(module_level(tree))
 
 
 # in the package itself their names would be among those that it offers

@@ -63,7 +63,10 @@ def _run_command(started: float) -> None:
         summary = documentation.partition("\n")[0]
         own = parsers.add_parser(name, help=summary, description=documentation, allow_abbrev=False)
         if name == wanted:
-            module = importlib.import_module(f"lightning_ort.cli.{name}")
+            try:
+                module = importlib.import_module(f"lightning_ort.cli.{name}")
+            except ImportError as error:  # of a torch that is too old, or has renamed what it needs
+                sys.exit(f"lightning-ort {name}: {error}")
             module.add_arguments(own)
             called = own
     parsers.add_parser("run", help=run.SUMMARY)

@@ -8,35 +8,34 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_ort._arguments import check_writable
+from lightning_ort._arguments import check_writable, closest
 from lightning_ort._text import PlainTable, console, digits, plain, say, show
 from lightning_ort.cli.arguments import add_mapping, add_project
+from lightning_ort.cli.bench_picture import draw_bars, installed
 from lightning_ort.cli.load import load_project
+from lightning_ort.compiler.report import CompileReport
 from lightning_ort.config import ORTConfig
+from lightning_ort.optim.registry import check_name
 from lightning_ort.tuning.api import machine
-from lightning_ort.tuning.candidate import NAMED, Candidate, TuneError
-from lightning_ort.tuning.picture import draw_bars, installed
+from lightning_ort.tuning.candidate import ENGINES, MATMUL_PRECISIONS, MEASURED, Candidate, TuneError
 from lightning_ort.tuning.project import Project, start
 from lightning_ort.tuning.trainer_process import TrainerProcess, VariantFailed
-from lightning_ort.tuning.trials import (
-    Trial,
-    break_even,
-    in_turns,
-    in_words,
-    not_measured,
-    ratios,
-    times,
-    while_busy,
-    without_losses,
-)
+from lightning_ort.tuning.trials import Trial, break_even, in_turns, in_words, not_measured, ratios, times, while_busy
 
 VARIANTS = ("stock", "stock+fused", "compile+fused", "ort", "stock+fused@bf16-mixed", "ort@bf16-mixed")  # page one
+_PRECISIONS = (
+    *MATMUL_PRECISIONS,
+    *("bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "64-true", "bf16", "16", "32", "64"),
+    *("transformer-engine", "transformer-engine-float16"),
+)
+NAMED = MEASURED | {"engine": "ort"}  # settings of variants: inductor is one of its own, "auto"
 _LARGE = 0.05  # of the loss; more than rounding in half types changes it by
 
 _EXPLANATION = (
@@ -122,13 +121,48 @@ def _checked(variants: Sequence[str], ort_config: dict[str, Any], output: Path |
         sys.exit(str(error))
 
 
+@dataclass(frozen=True)
+class Summary:
+    """What a finished Trainer's strategy reports, if it is one of ours; see :class:`CompileReport`."""
+
+    ort_node_fraction: float | None = None  # of the graphs that are still in use
+    ort_runs: int = 0
+    optimizers: list[str] = field(default_factory=list)
+
+
+def summary_of(trainer: Any) -> Summary:
+    """Return what a Trainer's strategy reports; nothing for one of Lightning's own."""
+    report = getattr(trainer.strategy, "report", None)
+    if not isinstance(report, CompileReport):
+        return Summary()
+    return Summary(report.ort_node_fraction_in_use, report.ort_runs, [str(line) for line in report.optimizers])
+
+
 def named(variants: Sequence[str]) -> list[Trial]:
     """Return a trial for each variant; ``ValueError`` if an engine or an optimizer is unknown."""
     trials: list[Trial] = []
     for place, text in enumerate(variants):
         again = variants[:place].count(text)
-        trials.append(Trial(Candidate.parse(text), name=f"{text} ({again + 1})" if again else text))
+        trials.append(Trial(parse(text), name=f"{text} ({again + 1})" if again else text))
     return trials
+
+
+def parse(text: str) -> Candidate:
+    """Read what people write, ``ENGINE[+OPTIM][@PRECISION]``; ``ValueError`` if one of them is unknown."""
+    rest, _, precision = text.partition("@")
+    engine, _, optim = rest.partition("+")
+    if engine not in ENGINES:
+        raise ValueError(
+            f"Variant {text!r}: unknown engine {engine!r}; allowed are {', '.join(ENGINES)}. "
+            "Write ENGINE[+OPTIM][@PRECISION], such as ort+adamw_bnb_8bit@bf16-mixed."
+        )
+    optim = "auto" if optim == "fused" else optim  # "auto" alone is an engine
+    if optim:
+        check_name(optim, f"variant {text!r}: optim")
+    if precision and precision not in _PRECISIONS:
+        text = f"Variant {text!r}: unknown precision {precision!r}: {closest(precision, _PRECISIONS, 'precisions')}"
+        raise ValueError(text)
+    return Candidate(engine=engine, optim=optim or None, precision=precision or None)
 
 
 def to_dict(trial: Trial, baseline: Trial) -> dict[str, Any]:
@@ -196,7 +230,9 @@ def _difference(trial: Trial, baseline: Trial) -> float | None:
 def problems(trials: Sequence[Trial]) -> Iterator[str]:
     """Yield what a reader of the table might overlook."""
     failed = [(trial.name, "failed later" if trial.rounds else "failed", trial.why) for trial in trials if trial.why]
-    yield from (*not_measured(failed), *without_losses(trials))
+    yield from not_measured(failed)
+    if names := [trial.name for trial in trials if trial.samples and not trial.losses]:
+        yield f"loss differs: not known, since training_step returns no loss ({', '.join(names)})"
     for trial in trials[1:]:
         difference = _difference(trial, trials[0])
         if difference is not None and not difference < _LARGE:
@@ -228,7 +264,7 @@ def compare(
     with ExitStack() as stack:
         processes: dict[str, TrainerProcess] = {}
         for trial in trials:
-            processes[trial.name] = start(project, trial.candidate, folder / trial.name.replace("/", "_"))
+            processes[trial.name] = start(project, trial.candidate, folder / trial.name.replace("/", "_"), summary_of)
             stack.callback(processes[trial.name].stop)
         with suppress(KeyboardInterrupt):
             for trial in trials:

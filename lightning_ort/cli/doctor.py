@@ -20,26 +20,27 @@ from typing import Literal
 
 import torch
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from torch import nn
 
 from lightning_ort._imports import NAMESPACES
 from lightning_ort._text import say
 from lightning_ort.compat.deepspeed import without_gpu_search
 from lightning_ort.compat.onnxruntime import cuda_provider_error
-from lightning_ort.compat.torch import cpu_has_fast_bfloat16
-from lightning_ort.compiler.backend import ORTBackend
+from lightning_ort.compat.torch import cpu_has_fast_bfloat16, uses_tf32
 from lightning_ort.compiler.cache.cache_folder import default_folder, untrusted_reason
-from lightning_ort.compiler.executors.inductor import cpp_compiler, cpp_compiler_name
 from lightning_ort.compiler.executors.mask_kernel import matches_torch
 from lightning_ort.compiler.executors.mask_kernel import unsupported_reason as mask_unsupported_reason
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.executors.ort.providers import CUDA, provider_of
-from lightning_ort.compiler.request import CompileRequest
+from lightning_ort.strategies.capture.capture import obstacle
 from lightning_ort.strategies.environment import read_environment
 from lightning_ort.strategies.host_memory import unsupported_reason as malloc_unsupported_reason
-from lightning_ort.strategies.lean.known import unknown_release
+from lightning_ort.strategies.lean.known import unknown_parts
 
 COMPROMISED = ("2.6.2", "2.6.3")
+# the newest versions of docs/test_reports/versions.md
+TESTED = {"torch": "2.15.0", "lightning": "2.6.6", "pytorch-lightning": "2.6.6", "onnxruntime": "1.32.0"}
 _OPTIONAL = {  # import package: what it is for, and the extra that installs it
     "deepspeed": ("ort_zero1", "zero"),
     "bitsandbytes": ("8-bit optimizers", "bnb"),
@@ -77,7 +78,7 @@ class Machine:
         return cls(
             platform.python_version(),
             _capability(),
-            torch.backends.cuda.matmul.fp32_precision == "tf32",
+            uses_tf32(),
             torch.backends.cuda.is_flash_attention_available(),
             matches_torch(),
             mask_unsupported_reason(),
@@ -133,6 +134,17 @@ def _torch(machine: Machine) -> Iterator[Finding]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     vectors = torch.backends.cpu.get_cpu_capability()
     yield Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads, {vectors}, {device}")
+    yield from _untested("torch", torch.__version__)
+    if reason := obstacle():
+        todo = "all else works; install another torch for ONNX Runtime"
+        yield Finding("captured steps", "failed", f"steps are not captured: {reason}", todo)
+
+
+def _untested(name: str, number: str | None) -> Iterator[Finding]:
+    tested = TESTED[name]
+    if number and Version(number).release > Version(tested).release:
+        text = f"{number} is newer than {tested}, the newest that was tested"
+        yield Finding(f"{name} {number}", "advice", text, "where something fails that did not before, install that one")
 
 
 def _lightning(machine: Machine) -> Iterator[Finding]:
@@ -147,12 +159,13 @@ def _lightning(machine: Machine) -> Iterator[Finding]:
         else:
             namespace = next(each for each in NAMESPACES if each.distribution == name)
             with quiet():
-                reason = unknown_release(namespace)
+                stock = unknown_parts(namespace)
             yield Finding(
-                name, "ok", number if reason else f"{number}; the Trainer's loop does only what somebody asked for"
+                name, "ok", number if "" in stock else f"{number}; the Trainer's loop does only what somebody asked for"
             )
-            if reason:
-                yield Finding("Trainer's loop", "absent", reason)
+            yield from _untested(name, number)
+            for part, reason in stock.items():
+                yield Finding("Trainer's loop", "absent", f"Lightning's own for {part or 'all runs'}: {reason}")
 
 
 def _onnxruntime(machine: Machine) -> Iterator[Finding]:
@@ -160,10 +173,12 @@ def _onnxruntime(machine: Machine) -> Iterator[Finding]:
     if reason is not None:
         yield Finding("onnxruntime", "failed", reason.text)
         return
-    name = next(name for name in kernels.DISTRIBUTIONS if kernels.installed(name))
-    yield Finding("onnxruntime", "ok", f"{name} {kernels.installed(name)}")
+    name, number = next(iter(kernels.builds().items()))
+    yield Finding("onnxruntime", "ok", f"{name} {number}")
+    yield from _untested("onnxruntime", number)
     yield from _providers(name, kernels.available_providers())
-    yield _training_step()
+    if not obstacle():
+        yield _training_step()
 
 
 def _providers(
@@ -191,6 +206,9 @@ def _providers(
 
 def _training_step() -> Finding:
     """Train a small module for a step on ONNX Runtime, and compare its gradients with torch's."""
+    from lightning_ort.compiler.backend import ORTBackend  # not at the top: not every torch has what it needs
+    from lightning_ort.compiler.request import CompileRequest
+
     with torch.random.fork_rng():
         module, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), torch.randn(8, 16)
     reference = copy.deepcopy(module)
@@ -237,6 +255,10 @@ def _packages(machine: Machine) -> Iterator[Finding]:
 
 
 def _compiler(machine: Machine) -> Iterator[Finding]:
+    if obstacle():  # nobody needs one
+        return
+    from lightning_ort.compiler.executors.inductor import cpp_compiler, cpp_compiler_name
+
     if (found := cpp_compiler()) is not None:
         yield Finding("C++ compiler", "ok", found)
     else:

@@ -1,175 +1,21 @@
-"""Private names of AOTAutograd and autograd's engine, one small function or class per use.
+"""Private names of autograd's engine, one small function or class per use.
 
-Each function names the torch version that it was read in.
+Each function names the torch version that it was read in. Those of AOTAutograd are in :mod:`.aot_autograd`.
 """
 
 import math
 import operator
+import os
 import sys
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import fx
-from torch._dynamo import eval_frame
-from torch._functorch import config as functorch_config
-from torch._functorch import eager_transforms
-from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
-from torch._guards import TracingContext
-from torch._ops import HigherOrderOperator
 from typing_extensions import override
-
-# a context in which autocast casts nothing, as AOTAutograd has it around its graphs (torch 2.13)
-without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
-
-
-def backward_at_once(autocast: bool) -> AbstractContextManager[Any]:
-    """Within the block, AOTAutograd compiles a backward graph together with its forward graph (torch 2.13).
-
-    ``autocast``: whether the backward pass will be run under the autocast that is on now, as one that a step calls for.
-    Otherwise it has the dtypes of the forward pass, also of parts in which autocast was off.
-    """
-    mode = "same_as_forward" if autocast else "off"
-    return functorch_config.patch(force_non_lazy_backward_lowering=True, backward_pass_autocast=mode)
-
-
-def split_joint_graph(
-    joint: fx.GraphModule, inputs: Sequence[Any], min_cut: Mapping[str, Any] | None, **kwargs: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph, without recomputation or by a min-cut with these settings (torch 2.13)."""
-    from torch._functorch import partitioners  # not loaded with torch: 0.2 s
-
-    if min_cut is None:
-        return partitioners.default_partition(joint, inputs, **kwargs)
-    with functorch_config.patch(dict(min_cut)):
-        return partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
-
-
-def half_of(node: fx.Node) -> str | None:
-    """``"forward"``, ``"backward"``, or ``None`` for a node of a joint graph that may go to both (torch 2.13)."""
-    if node.op == "placeholder":
-        return "backward" if "tangents" in str(node.target) else "forward"
-    tag = node.meta.get("partitioner_tag")
-    return None if tag is None else tag.removeprefix("is_")
-
-
-def assign_to_backward(node: fx.Node) -> None:
-    """Make a node of a joint graph one of the backward graph (torch 2.13)."""
-    node.meta["partitioner_tag"] = "is_backward"
-
-
-def is_graph_argument(node: fx.Node) -> bool:
-    """Whether a node is an argument of the traced function, not a saved tensor or a gradient (torch 2.13)."""
-    return node.op == "placeholder" and node.name.startswith(("primals", "arg"))
-
-
-def is_checkpoint(node: fx.Node) -> bool:
-    """Whether a node of dynamo's graph calls a function that is computed again in the backward pass (torch 2.13)."""
-    return node.target is torch.ops.higher_order.tag_activation_checkpoint
-
-
-def is_higher_order(node: fx.Node) -> bool:
-    """Whether a node calls an operation that takes functions, such as a branch or a hook (torch 2.13)."""
-    return isinstance(node.target, HigherOrderOperator)
-
-
-def _metadata() -> Any:
-    context = TracingContext.try_get()
-    return None if context is None else context.fw_metadata
-
-
-class GraphFacts(NamedTuple):
-    """What AOTAutograd found out about the graph that it traces."""
-
-    num_inputs: int  # inputs, each tensor counted once
-    written: list[int]  # indices of the inputs that the graph writes to
-    separate: bool  # whether no output is an input or a view of one, and no input that it writes to needs a gradient
-
-
-def traced_graph_facts() -> GraphFacts | None:
-    """What AOTAutograd found out about the graph that is being compiled (torch 2.13)."""
-    if (meta := _metadata()) is None:
-        return None
-    inputs = meta.input_info
-    aliases = (OutputType.alias_of_input, OutputType.is_input)
-    separate = not any(info.output_type in aliases for info in meta.output_info) and not any(
-        info.mutates_metadata or (info.mutates_data and info.requires_grad) for info in inputs
-    )
-    return GraphFacts(len(inputs), [index for index, info in enumerate(inputs) if info.mutates_data], separate)
-
-
-def allow_retain_graph() -> None:
-    """Declare that the backward graph being compiled writes to no saved tensor, or torch 2.13 runs it only once."""
-    if (meta := _metadata()) is not None:
-        meta.bw_donated_idxs = []
-
-
-class JointFacts(NamedTuple):
-    """What AOTAutograd found out about a joint graph that can be run at once."""
-
-    written: list[int]  # indices of the inputs that the graph writes to, whose new values are its first outputs
-    differentiable: list[int]  # indices of the outputs after those that have a tangent, in the order of the tangents
-
-
-def joint_facts(num_inputs: int) -> JointFacts | None:
-    """What AOTAutograd found out about the joint graph it compiles, if all are plain, separate tensors (torch 2.13)."""
-    if (meta := _metadata()) is None:
-        return None
-    own = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
-    plain = (
-        len(meta.input_info) == num_inputs
-        and not any(info.mutates_metadata or (info.mutates_data and info.requires_grad) for info in meta.input_info)
-        and all(info.output_type in own for info in meta.output_info)
-        and not meta.num_intermediate_bases
-        and not meta.tokens
-        and not meta.is_rng_op_functionalized
-        and meta.grad_enabled_mutation is None
-        and not any(
-            isinstance(one, SubclassCreationMeta) for one in [*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta]
-        )
-    )
-    if not plain:
-        return None
-    differentiable = [
-        index
-        for index, info in enumerate(meta.output_info)
-        if issubclass(info.raw_type, torch.Tensor) and _is_differentiable(info)
-    ]
-    return JointFacts(list(meta.mutated_inp_runtime_indices), differentiable)
-
-
-def _is_differentiable(output: Any) -> bool:
-    # torch 2.11 has the second name only
-    return getattr(output, "requires_grad_for_backward", output.requires_grad)
-
-
-def adds_guards() -> bool:
-    """Whether AOTAutograd has a condition of its own on the inputs of the graph that it traced last (torch 2.13)."""
-    context = TracingContext.try_get()
-    return context is None or bool(context.guards_context.aotautograd_guards)
-
-
-def tracing_modes() -> tuple[Any, ...]:
-    """What decides how AOTAutograd traces a graph, beside gradients and autocast (torch 2.13)."""
-    attention = torch.backends.cuda
-    return (
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
-        torch.backends.mha.get_fastpath_enabled(),
-        attention.flash_sdp_enabled(),
-        attention.mem_efficient_sdp_enabled(),
-        attention.math_sdp_enabled(),
-        attention.cudnn_sdp_enabled(),
-        functorch_config.get_hash().hex(),
-    )
-
 
 _HOOKS = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
 
@@ -189,9 +35,50 @@ def version_of(tensor: torch.Tensor) -> int:
 next_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
+def has_hook(value: Any) -> bool:
+    """Whether a tensor has hooks of its gradient (torch 2.13)."""
+    return isinstance(value, torch.Tensor) and bool(value._backward_hooks)
+
+
 def is_recorded_before(value: Any, number: int) -> bool:
     """Whether a tensor was computed before autograd recorded the node of a number, in this thread (torch 2.13)."""
     return isinstance(value, torch.Tensor) and value.grad_fn is not None and value.grad_fn._sequence_nr() < number
+
+
+def _nodes_of(tensor: torch.Tensor) -> set[Any]:
+    seen: set[Any] = set()
+    waiting = [tensor.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is not None and node not in seen and not hasattr(node, "variable"):
+            seen.add(node)
+            waiting += [one for one, _ in node.next_functions]
+    return seen
+
+
+def have_met(tensor: torch.Tensor, loss: torch.Tensor) -> bool:
+    """Whether a backward pass from a loss has used up a part of a tensor's graph, so that there is no other (2.13)."""
+    return not _nodes_of(tensor).isdisjoint(_nodes_of(loss))
+
+
+class _Spent(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, value: torch.Tensor, _leaf: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(_context: Any, *_gradients: Any) -> Any:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: the backward pass of the step has used up the graph "
+            "of the tensors that it keeps."
+        )
+
+
+def with_spent_graph(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as one whose graph a backward pass has used up."""
+    with torch.enable_grad():
+        kept: torch.Tensor = _Spent.apply(value, torch.empty(0, requires_grad=True))
+        return kept
 
 
 def is_share(value: torch.Tensor, leaf: torch.Tensor | None, share: float) -> bool:
@@ -203,6 +90,16 @@ def is_share(value: torch.Tensor, leaf: torch.Tensor | None, share: float) -> bo
         and node.next_functions[1][0] is None
         and math.isclose(share * float(node._saved_other), 1, rel_tol=1e-7)  # a share is rounded to float32
     )
+
+
+def share_of(value: torch.Tensor, loss: torch.Tensor) -> float | None:
+    """Return by which number a loss was multiplied to get a value, as by a division; ``None`` otherwise (2.13)."""
+    if value is loss:
+        return 1.0
+    node: Any = value.grad_fn
+    if type(node).__name__ != "DivBackward0" or node.next_functions[0][0] is not loss.grad_fn:
+        return None
+    return 1.0 / float(node._saved_other) if node.next_functions[1][0] is None else None
 
 
 def at_gradient(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> None:
@@ -258,8 +155,11 @@ class WatchedCalls(AbstractContextManager["WatchedCalls"]):
             del _watching[self._thread]
             if self._outer is not None:
                 _watching[self._thread] = self._outer
-            elif not _watching and torch.autograd._engine_run_backward is _watched_run:
-                torch.autograd._engine_run_backward, sys._getframe = _replaced
+            elif not _watching:
+                if torch.autograd._engine_run_backward is _watched_run:
+                    torch.autograd._engine_run_backward = _replaced[0]
+                if sys._getframe is _watched_frame:
+                    sys._getframe = _replaced[1]
 
     def see_gradient(self, create_graph: bool, accumulates: bool) -> None:
         """Note a call of autograd's engine."""
@@ -275,13 +175,18 @@ class WatchedCalls(AbstractContextManager["WatchedCalls"]):
         """What has called within the block; nothing if graphs hold or leave it out."""
         frame, found = _frame(3), list[types.CodeType]()
         while frame is not None and frame is not self._frame:
-            if frame.f_code.co_filename in (eval_frame.__file__, eager_transforms.__file__):
+            if frame.f_code.co_filename in _OF_GRAPHS:
                 return []
             found.append(frame.f_code)
             frame = frame.f_back
         return found
 
 
+# files of torch's: what calls within these, graphs hold or leave out
+_OF_GRAPHS = tuple(
+    os.path.join(os.path.dirname(torch.__file__), *place)
+    for place in (("_dynamo", "eval_frame.py"), ("_functorch", "eager_transforms.py"))
+)
 _frame: Callable[[int], Any] = sys._getframe
 _watch_lock = threading.Lock()
 _watching: dict[int, WatchedCalls] = {}  # by thread
@@ -299,21 +204,3 @@ def _watched_frame(depth: int = 0, /) -> types.FrameType:
     if (watch := _watching.get(threading.get_ident())) is not None:
         watch.see_frame()
     return _replaced[1](depth + 1)
-
-
-# kernels of nn.TransformerEncoderLayer and nn.MultiheadAttention for inference (torch 2.13)
-_CAST_WITHIN = tuple(
-    getattr(torch, name)
-    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
-    if hasattr(torch, name)
-)
-
-
-def casts_within(gm: Any) -> bool:
-    """Whether a graph captured under autocast calls a kernel whose inner operations autocast casts (torch 2.13).
-
-    The captured graph runs without autocast, since what it casts is in the graph; inside these kernels nothing is.
-    """
-    entered = any(str(getattr(node.target, "__name__", "")) == "_enter_autocast" for node in gm.graph.nodes)
-    casts = entered or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-    return casts and any(node.target is kernel for node in gm.graph.nodes for kernel in _CAST_WITHIN)

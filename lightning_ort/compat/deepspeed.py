@@ -65,6 +65,34 @@ def on_cpu() -> Iterator[None]:
         operations.update(before[1])
 
 
+@contextmanager
+def broadcasting_any_shape() -> Iterator[None]:
+    """Let engines send all parameters to the other processes (deepspeed 0.19.8).
+
+    They view them as bytes, which those without dimensions, and those of other strides, cannot be.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    broadcast = DeepSpeedEngine._broadcast_model
+
+    def broadcast_rows(engine: Any) -> None:
+        before = [(parameter, parameter.data) for parameter in engine.module.parameters()]
+        for parameter, data in before:
+            parameter.data = data.reshape(-1)
+        try:
+            broadcast(engine)
+        finally:
+            for parameter, data in before:
+                data.copy_(parameter.data.view(data.shape))
+                parameter.data = data
+
+    DeepSpeedEngine._broadcast_model = broadcast_rows
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = broadcast
+
+
 def forward_hooks(engine: Any) -> list[RemovableHandle]:
     """Return the hooks that an engine has put on the module; none if it is no engine (deepspeed 0.19.8)."""
     handles = (getattr(engine, f"module_forward_{when}_hook", None) for when in ("pre", "post"))
@@ -104,6 +132,32 @@ def parameter_partition(zero: Any, group: int) -> Tensor:
 def copy_parameters_to_master(zero: Any) -> None:
     """Set the float32 weights to the values of the module's parameters (deepspeed 0.19.8)."""
     zero.refresh_fp32_params()
+
+
+def gradient(zero: Any, parameter: Tensor) -> Tensor | None:
+    """Return the gradient that the next step takes, which is not ``parameter.grad`` in 16 bits (deepspeed 0.19.8)."""
+    found: Tensor | None = zero.get_gradient_for_reduction(parameter)
+    return found
+
+
+def set_gradient(zero: Any, parameter: Tensor, value: Tensor | None) -> Tensor:
+    """Set the gradient that the next step takes, ``None`` for zero, and return it (deepspeed 0.19.8)."""
+    name, dtype = "grad", parameter.dtype
+    if zero.use_grad_accum_attribute:
+        name, dtype = "grad_accum", zero.gradient_accumulation_dtype
+    gradient = torch.zeros_like(parameter, dtype=dtype) if value is None else value.to(dtype)
+    setattr(parameter, name, gradient)
+    return gradient
+
+
+def max_norm(zero: Any) -> float:
+    """Return the norm to which steps clip the averaged gradients; 0 for none (deepspeed 0.19.8)."""
+    return float(zero.clip_grad)
+
+
+def set_max_norm(zero: Any, value: float) -> None:
+    """Set the norm to which steps clip the averaged gradients (deepspeed 0.19.8)."""
+    zero.clip_grad = value
 
 
 def parameter_device(zero: Any) -> torch.device:

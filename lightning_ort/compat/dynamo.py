@@ -5,21 +5,22 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FunctionType
 from typing import Any, NoReturn, TypeVar
 from unittest.mock import patch
 
 import torch
-from packaging.version import Version
 from torch import nn
-from torch._C._dynamo import eval_frame as c_eval_frame
-from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo import OptimizedModule, convert_frame, eval_frame, exc, trace_rules
+from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, reset_code
+from torch._dynamo import OptimizedModule, convert_frame, eval_frame, exc
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.convert_frame import Tracker, compile_lock, input_codes, output_codes
+from torch._dynamo.eval_frame import cached_backends, skip_code
+from torch._dynamo.exc import SkipFrame
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._dynamo.trace_rules import _disallowed_callable_ids
 from torch._dynamo.utils import CleanupManager, get_compilation_metrics, graph_break_reasons, orig_code_map
 from torch._guards import TracingContext
 from torch.distributions import kl
@@ -28,11 +29,6 @@ from lightning_ort.compat.first_compilation import load_autograd, without_collec
 
 # Of one frame; the default of 8 is for one model, not for four steps with their partial batches and epochs.
 RECOMPILE_LIMIT = 32
-# before 2.13, guards miss that `requires_grad` of a parameter has changed, or which module an attribute is, unless each
-# object is looked at
-_LOOKS_AT_EACH_OBJECT = Version(torch.__version__) < Version("2.13")
-HAS_REGIONS = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.12
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # what dynamo compiles
@@ -65,7 +61,7 @@ def compilations_since(
     """
     recompiles, skipped, skipped_rest = 0, None, None
     for entry in _compilations_since(marker, ignored):
-        # another backend for the same code counts as one before torch 2.12, where nothing isolates the two
+        # another backend for the same code, which nothing isolates
         recompiles += entry.recompile_reason is not None and "BACKEND_MATCH" not in entry.recompile_reason
         if code is None or entry.co_filename != code.co_filename or entry.fail_type not in ("Unsupported", "UserError"):
             continue
@@ -145,72 +141,55 @@ def backend_error(error: BaseException | None) -> BaseException | None:
 # how dynamo compiles
 
 
-@contextmanager
-def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> Iterator[None]:
+def settings_for_steps(ignored_calls: Iterable[Any], numbers: bool = False) -> AbstractContextManager[Any]:
     """Within the block this thread has the settings under which steps are compiled (torch 2.13).
 
     ``numbers``: whether a graph may hold a number that a tensor's value becomes, as by ``.item()``.
     """
-    settings: dict[str, Any] = {} if HAS_REGIONS else {"recompile_limit": RECOMPILE_LIMIT}
     # a look at garbage, and one at all backends that are installed: 20 and 40 ms
     unneeded = ("run_gc_after_compile", "invalidate_compile_context_weakrefs")
-    settings |= {name: False for name in unneeded if hasattr(dynamo_config, name)}
-    if _LOOKS_AT_EACH_OBJECT:
-        settings |= {"skip_tensor_guards_with_matching_dict_tags": False, "use_recursive_dict_tags_for_guards": False}
-    # before torch 2.12 metrics of a compilation are lost where functions are among the settings that they show
-    quiet = nullcontext() if HAS_REGIONS else patch.object(dynamo_utils, "_get_dynamo_config_for_logging", lambda: None)
-    with (
-        quiet,
-        dynamo_config.patch(
-            settings
-            | {
-                # a call of a logger is otherwise a graph break
-                "ignore_logging_functions": dynamo_config.ignore_logging_functions | set(ignored_calls),
-                # otherwise counters such as `self.global_step` compile in each step, until dynamo gives up
-                "allow_unspec_int_on_nn_module": True,
-                "suppress_errors": True,
-                # otherwise hooks that come later, or with another module, do not run
-                "skip_nnmodule_hook_guards": False,
-                # otherwise each `.item()`, which people log, ends a graph
-                "capture_scalar_outputs": numbers,
-                # dynamo computes with tensors what NumPy does, and then dtypes, roundings and types of results differ
-                "trace_numpy": False,
-                # otherwise an `assert` of a tensor is a RuntimeError
-                "rewrite_assert_with_torch_assert": False,
-                # otherwise each call of a graph has two more, for torch's profiler
-                "record_runtime_overhead": False,
-                # otherwise dynamo gives up any function that calls a recurrent layer; StepShims keeps it out
-                "allow_rnn": True,
-            }
-        ),
-    ):
-        yield
+    settings: dict[str, Any] = {name: False for name in unneeded if hasattr(dynamo_config, name)}
+    settings |= {
+        # a call of a logger is otherwise a graph break
+        "ignore_logging_functions": dynamo_config.ignore_logging_functions | set(ignored_calls),
+        # otherwise counters such as `self.global_step` compile in each step, until dynamo gives up
+        "allow_unspec_int_on_nn_module": True,
+        "suppress_errors": True,
+        # otherwise hooks that come later, or with another module, do not run
+        "skip_nnmodule_hook_guards": False,
+        # otherwise each `.item()`, which people log, ends a graph
+        "capture_scalar_outputs": numbers,
+        # dynamo computes with tensors what NumPy does, and then dtypes, roundings and types of results differ
+        "trace_numpy": False,
+        # otherwise an `assert` of a tensor is a RuntimeError
+        "rewrite_assert_with_torch_assert": False,
+        # otherwise each call of a graph has two more, for torch's profiler
+        "record_runtime_overhead": False,
+        # otherwise dynamo gives up any function that calls a recurrent layer; StepShims keeps it out
+        "allow_rnn": True,
+        "use_lamba_guard_for_object_aliasing": True,  # otherwise guards that repairs add are left out (torch 2.15)
+    }
+    patched: AbstractContextManager[Any] = dynamo_config.patch(settings)
+    return patched
 
 
 @contextmanager
 def outside_graphs(*functions: Callable[..., Any]) -> Iterator[None]:
     """Within the block dynamo traces no calls of these functions (torch 2.13)."""
-    never_traced = trace_rules._disallowed_callable_ids
-    new = [id(function) for function in functions if id(function) not in never_traced]
+    new = [id(function) for function in functions if id(function) not in _disallowed_callable_ids]
     try:
         for function in new:
-            never_traced.add(function)
+            _disallowed_callable_ids.add(function)
         yield
     finally:
         for function in new:
-            never_traced.remove(function)
+            _disallowed_callable_ids.remove(function)
 
 
 def only_within(function: _F) -> _F:
     """Have dynamo trace a function where another one calls it, and not when Python calls it (torch 2.13)."""
-    eval_frame.skip_code(function.__code__)
+    skip_code(function.__code__)
     return function
-
-
-def switched_off_by() -> str | None:
-    """Return which environment variable makes ``torch.compile`` compile nothing, if one is set (torch 2.13)."""
-    names = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-    return next((name for name in names if os.environ.get(name) == "1"), None)
 
 
 def prepare_divergences() -> None:
@@ -233,11 +212,6 @@ def _not_implemented(*args: Any) -> None:
     raise NotImplementedError
 
 
-def is_wrapped(function: Callable[..., Any]) -> bool:
-    """Return whether ``torch.compile`` or ``torch.compiler.disable`` made this function (torch 2.13)."""
-    return hasattr(function, "_torchdynamo_orig_callable")
-
-
 def is_compiled_module(module: nn.Module) -> bool:
     """Return whether ``torch.compile`` made this module (torch 2.13)."""
     return isinstance(module, OptimizedModule)
@@ -245,27 +219,29 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 # what dynamo keeps
 
-# What dynamo compiles for one function: an id, or the function's code where torch has no such ids.
-Region = int | CodeType
+Region = int  # the id of what dynamo compiles for one function
 
 
 def compile_isolated(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compile a function as ``torch.compile`` does, with a recompile limit of its own (torch 2.13).
 
-    Otherwise the limit counts for all modules of its class, and for all of our frames around children. Torch before
-    2.12 has one limit for a code, which :func:`settings_for_steps` sets.
+    Otherwise the limit counts for all modules of its class, and for all of our frames around children.
     """
-    if HAS_REGIONS:
-        options |= {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
-    with without_collections(), without_debugger():
+    options |= {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+    checks = torch.distributions.Distribution._validate_args
+    # the first one turns these checks off for good
+    keeps_checks = patch.object(torch.distributions.Distribution, "_validate_args", checks)
+    with without_collections(), without_debugger(), keeps_checks:
         return torch.compile(function, **options)
 
 
 def region_of(compiled: Any) -> Region:
     """Return what tells apart what dynamo compiles for a function of :func:`compile_isolated` (torch 2.13)."""
-    return compiled._isolate_recompiles_id if HAS_REGIONS else compiled._torchdynamo_orig_callable.__code__
+    region: Region = compiled._isolate_recompiles_id
+    return region
 
 
+_NO_STANCE = type(eval_frame._stance)().stance  # where `torch.compiler.set_stance` was not called
 _NO_PLAIN_CALL = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
 
 
@@ -282,7 +258,7 @@ class WithoutWrapper:
 
     def find(self, args: tuple[Any, ...]) -> FunctionType | None:
         """Return what dynamo has compiled for a call with these arguments; it takes the method's owner before them."""
-        if len(args) + 1 == len(self._names) and eval_frame._stance.stance == "default":
+        if len(args) + 1 == len(self._names) and eval_frame._stance.stance == _NO_STANCE:
             variables = dict(zip(self._names, (self.owner, *args), strict=True))
             for guards, run in self._found:
                 if guards.cache_entry is not None and guards.check(variables):  # none: what it guards is gone
@@ -309,7 +285,7 @@ def without_wrapper(compiled: Callable[..., Any], method: Any) -> Callable[..., 
     if code.co_flags & _NO_PLAIN_CALL or code.co_freevars or code.co_cellvars or code.co_kwonlyargcount:
         return compiled
     found = []
-    for entry in c_eval_frame._get_cache_entries_for_region(code, region):
+    for entry in _get_cache_entries_for_region(code, region):
         own = entry.code
         if own.co_freevars or any(name.startswith("__resume_at") for name in own.co_names):
             return compiled
@@ -317,13 +293,6 @@ def without_wrapper(compiled: Callable[..., Any], method: Any) -> Callable[..., 
         found.append((entry.guard_manager, run))
     names = code.co_varnames[: code.co_argcount]
     return WithoutWrapper(compiled, method.__self__, names, found) if found else compiled
-
-
-def _is_of(code: CodeType, region: Region) -> bool:
-    if isinstance(region, int):
-        return bool(c_eval_frame._get_cache_entries_for_region(code, region))
-    rest = f"{TORCH_DYNAMO_RESUME_IN_PREFIX}_{region.co_name}_at_"
-    return code is region or (code.co_filename == region.co_filename and code.co_name.startswith(rest))
 
 
 def release_regions(regions: list[Region]) -> None:
@@ -334,29 +303,31 @@ def release_regions(regions: list[Region]) -> None:
     """
     if not regions:
         return
-    with convert_frame.compile_lock:  # another thread may be compiling
+    with compile_lock:  # another thread may be compiling
         ids = [regions.pop() for _ in range(len(regions))]
-        codes = [code for code in _living(convert_frame.input_codes) if any(_is_of(code, region) for region in ids)]
+        codes = [
+            code for code in _living(input_codes) if any(_get_cache_entries_for_region(code, region) for region in ids)
+        ]
         for code in codes:
             reset_code(code)  # others that use it compile again
         # That frees the compiled code and its graphs, except after a graph break: something in torch 2.13 keeps such
         # code for good. So remove its graphs from the globals now, as dynamo would when the code is freed.
-        for compiled in _living(convert_frame.output_codes) if codes else []:
+        for compiled in _living(output_codes) if codes else []:
             if any(orig_code_map.get(compiled) is code for code in codes):
                 for remove_global in CleanupManager.instance.get(compiled, ()):
                     remove_global()
                 CleanupManager.instance[compiled] = []
 
 
-def _living(tracker: convert_frame.Tracker) -> list[CodeType]:
+def _living(tracker: Tracker) -> list[CodeType]:
     return [code for reference in tracker.seen if (code := reference()) is not None]
 
 
 def release_backend(backend: Any) -> None:
     """Remove a backend from the list that dynamo keeps for its reset and never shortens (torch 2.13)."""
-    for key, kept in list(eval_frame.cached_backends.items()):
+    for key, kept in list(cached_backends.items()):
         if getattr(kept, "compiler_fn", kept) is backend:
-            eval_frame.cached_backends.pop(key, None)
+            cached_backends.pop(key, None)
 
 
 # The backend
@@ -364,7 +335,7 @@ def release_backend(backend: Any) -> None:
 
 def leave_frame(why: str) -> NoReturn:
     """Leave the function that is being traced to Python, from within a backend (torch 2.13)."""
-    raise exc.SkipFrame(why)
+    raise SkipFrame(why)
 
 
 def is_last_graph(gm: Any) -> bool:

@@ -2,7 +2,7 @@
 
 Each entry of :data:`LEFT_OUT` replaces a function of dynamo while it compiles. There it looks at what is traced, and
 either ends the graph, so that Python does it (:func:`_leave`), or raises :class:`Unsound` where what follows would be
-wrong, too (:func:`_refuse`). Each was read in torch 2.13; a version without the name that it replaces is left as it is.
+wrong, too (:func:`_refuse`). Each was read in torch 2.13; where a version lacks what it replaces, nothing is captured.
 ``tests/compat/test_dynamo_repairs.py`` tells when PyTorch has mended one.
 """
 
@@ -23,17 +23,29 @@ from torch._dynamo.exc import UnspecializeRestartAnalysis, unimplemented
 from torch._dynamo.output_graph import OutputGraph, SubgraphTracer
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import higher_order_ops
+from torch._dynamo.variables import (
+    ConstantVariable,
+    LazyVariableTracker,
+    NumpyVariable,
+    OptimizerVariable,
+    PythonModuleVariable,
+    SkipFunctionVariable,
+    UserMethodVariable,
+    higher_order_ops,
+)
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.functions import BaseUserFunctionVariable
+from torch._dynamo.variables.lists import SizeVariable
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ort.compat.dynamo_messages import is_installed
-from lightning_ort.compat.torch import hint_of
+from lightning_ort.compat.torch_graphs import hint_of
 
 
 class Replacement(NamedTuple):
     """What stands in for a function of dynamo while it compiles, and why."""
 
-    owner: Any  # None where this torch has no such class
+    owner: Any
     name: str
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
     issue: int | None  # of pytorch/pytorch, or a pull request that tells of the same; None where none is known
@@ -100,7 +112,7 @@ def _call_cached(call: Callable[..., Any]) -> Callable[..., Any]:
             split = len(constants) - len(kwargs)
             found = function(*constants[:split], **dict(zip(kwargs, constants[split:], strict=True)))
             if type(found) in (bool, int, float, str, type(None)):
-                return variables.ConstantVariable.create(found)
+                return ConstantVariable.create(found)
         _leave(f"`{function.__name__}`, a function with a cache")
 
     return call_function
@@ -121,9 +133,15 @@ def _check(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checkpoint(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave reentrant checkpoints of tensors that need no gradient: within, eager's parameters get none either."""
+    """Leave reentrant checkpoints of tensors that need no gradient: within, eager's parameters get none either.
+
+    Under DDP leave the whole step: dynamo splits its graph at DDP's buckets, and runs the parts on fake tensors when it
+    compiles them, of which real parameters then get gradients (torch 2.13).
+    """
 
     def _call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and DistributedDataParallel._get_active_ddp_module() is not None:
+            _refuse("a checkpoint, whose graph cannot be split at DDP's buckets")
         reentrant = "use_reentrant" not in kwargs or kwargs["use_reentrant"].as_python_constant() is not False
         if reentrant and torch.is_grad_enabled():
             tensors = [arg.as_proxy().node.meta["example_value"] for arg in args[1:] if arg.realize().is_tensor()]
@@ -254,7 +272,7 @@ def _compile_subgraph(compile_subgraph: Callable[..., Any]) -> Callable[..., Any
 
 def _is_of_program(variable: Any) -> bool:
     """Return whether a variable is a function that is neither torch's nor Python's own."""
-    if not isinstance(variable, (variables.functions.BaseUserFunctionVariable, variables.SkipFunctionVariable)):
+    if not isinstance(variable, (BaseUserFunctionVariable, SkipFunctionVariable)):
         return False
     function = getattr(variable, "fn", None) or getattr(variable, "value", None)
     root = (getattr(function, "__module__", None) or "").partition(".")[0]
@@ -281,8 +299,10 @@ def _store(store: Callable[..., Any]) -> Callable[..., Any]:
     def store_attr(self: Any, item: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(item, variables.UserDefinedClassVariable):
             _refuse(f"it writes to the attribute `{name}` of the class {item.value.__name__}")
-        if isinstance(item, variables.PythonModuleVariable):  # its functions read that as a global variable
+        if isinstance(item, PythonModuleVariable):  # its functions read that as a global variable
             _leave(f"a write to `{name}` of a module")
+        if isinstance(item, OptimizerVariable):  # is lost
+            _leave(f"a write to `{name}` of an optimizer")
         _record_no_reads(self, item)
         # its type alone: the object must not live on in a traceback
         before = type(getattr(getattr(item, "value", None), "__dict__", {}).get(name))
@@ -308,7 +328,7 @@ def _mutate(mutate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _value_of(graph: Any, source: Any) -> Any:
-    """Return what a graph found at a source, ``None`` for what it makes itself (torch 2.11 to 2.13)."""
+    """Return what a graph found at a source, ``None`` for what it makes itself (torch 2.13)."""
     frame = graph.root_tx
     with contextlib.suppress(KeyError, NotImplementedError):
         return source.get_value({"G": frame.f_globals, "L": frame.f_locals}, {}, {})
@@ -334,7 +354,7 @@ def _construct(construct: Callable[..., Any]) -> Callable[..., Any]:
             _leave(f"`{metaclass.__name__}.__call__`")
         if hasattr(self.value, "__del__"):
             _refuse(f"it makes a {self.value.__name__}, which has `__del__`")
-        of_size = any(isinstance(arg.realize(), variables.lists.SizeVariable) for arg in args)
+        of_size = any(isinstance(arg.realize(), SizeVariable) for arg in args)
         if of_size and issubclass(self.value, torch.Tensor):  # dynamo takes the size for the values
             _leave(f"`{self.value.__name__}` of a size")
         return construct(self, tx, args, kwargs)
@@ -372,7 +392,7 @@ def _compare(compare: Callable[..., Any]) -> Callable[..., Any]:
     """Leave comparisons of bound methods: dynamo takes two for different ones that Python takes for equal."""
 
     def richcompare_impl(self: Any, tx: Any, other: Any, op: str) -> Any:
-        if isinstance(self, variables.UserMethodVariable) or isinstance(self.value, types.MethodType):
+        if isinstance(self, UserMethodVariable) or isinstance(self.value, types.MethodType):
             _leave("a comparison of bound methods")
         return compare(self, tx, other, op)
 
@@ -435,28 +455,26 @@ def _call_builtin(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_array(variable: Any) -> bool:
     """Return whether a variable of dynamo is a NumPy array, or a number of NumPy's (torch 2.13)."""
-    if isinstance(variable, variables.LazyVariableTracker):
+    if isinstance(variable, LazyVariableTracker):
         if not variable.is_realized():
             return issubclass(variable.peek_type(), (np.ndarray, np.generic))  # without guards on it
         variable = variable.realize()
-    return isinstance(variable, variables.NumpyVariable) and isinstance(variable.value, np.ndarray)
+    return isinstance(variable, NumpyVariable) and isinstance(variable.value, np.ndarray)
 
 
 _RICHCOMPARE = "richcompare_impl"  # torch 2.13
-if not hasattr(variables.UserMethodVariable, _RICHCOMPARE):
+if not hasattr(UserMethodVariable, _RICHCOMPARE):
     _RICHCOMPARE = "tp_richcompare_impl"  # torch 2.14
 
 LEFT_OUT = [
     Replacement(InstructionTranslatorBase, "run", _run, 178041),
-    Replacement(
-        getattr(variables.functions, "WrapperUserFunctionVariable", None), "call_function", _call_cached, 152994
-    ),
+    Replacement(variables.functions.WrapperUserFunctionVariable, "call_function", _call_cached, 152994),
     Replacement(variables.TorchInGraphFunctionVariable, "call_function", _check, None),
-    Replacement(getattr(higher_order_ops, "CheckpointHigherOrderVariable", None), "_call_function", _checkpoint, None),
+    Replacement(higher_order_ops.CheckpointHigherOrderVariable, "_call_function", _checkpoint, None),
     Replacement(SubgraphTracer, "create_proxy", _create_proxy, 148475),
     Replacement(variables.UserFunctionVariable, "bind_args", _bind, None),  # of ours: what a step logs is read after it
     Replacement(OutputGraph, "compile_subgraph", _compile_subgraph, None),  # the same
-    Replacement(getattr(variables, "GenericContextWrappingVariable", None), "enter", _enter, 148475),
+    Replacement(variables.GenericContextWrappingVariable, "enter", _enter, 148475),
     Replacement(SideEffects, "store_attr", _store, 150864),  # #128533: `__del__`
     Replacement(SideEffects, "mutation", _mutate, None),  # the same
     Replacement(
@@ -464,14 +482,12 @@ LEFT_OUT = [
     ),  # #196467: a tensor of a size; #128533: `__del__`
     Replacement(VariableBuilder, "__call__", _wrap, None),
     Replacement(variables.UserDefinedObjectVariable, _RICHCOMPARE, _compare, None),
-    Replacement(variables.UserMethodVariable, _RICHCOMPARE, _compare, None),
+    Replacement(UserMethodVariable, _RICHCOMPARE, _compare, None),
     Replacement(variables.base.VariableTracker, "hash_impl", _hash, None),
     Replacement(variables.ConstDictVariable, "call_method", _methods("popitem"), 184803),
     Replacement(variables.SetVariable, "call_method", _methods("pop"), 153150),
-    Replacement(getattr(variables, "RandomVariable", None), "call_method", _methods(), 145445),
+    Replacement(variables.RandomVariable, "call_method", _methods(), 145445),
     Replacement(variables.UserDefinedObjectVariable, "is_supported_random", _draw, None),
-    Replacement(
-        getattr(variables, "LocalGeneratorObjectVariable", None), "reconstruct", _reconstruct_generator, 198190
-    ),
+    Replacement(variables.LocalGeneratorObjectVariable, "reconstruct", _reconstruct_generator, 198190),
     Replacement(variables.BuiltinVariable, "call_function", _call_builtin, None),
 ]

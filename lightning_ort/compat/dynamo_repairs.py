@@ -1,6 +1,6 @@
 """Where a function that dynamo has compiled would compute otherwise than Python does, mended while dynamo compiles.
 
-Each mend was read in torch 2.13; a version without the name that it replaces is left as it is. What cannot be mended is
+Each mend was read in torch 2.13; where a version lacks what it replaces, nothing is captured. What cannot be mended is
 left to Python (:mod:`.dynamo_left_out`). Each entry of :data:`REPAIRS` names the issue of PyTorch that it is for, and
 ``tests/compat/test_dynamo_repairs.py`` tells when PyTorch has mended it.
 
@@ -17,7 +17,6 @@ left to Python (:mod:`.dynamo_left_out`). Each entry of :data:`REPAIRS` names th
 import abc
 import collections
 import functools
-import inspect
 import itertools
 import math
 import operator
@@ -32,11 +31,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch._C._dynamo.guards import DictGuardManager
-from torch._dynamo import symbolic_convert, variables
+from torch._dynamo import variables
 from torch._dynamo.guards import GuardBuilder, install_guard, is_from_skip_guard_source, make_dupe_guard
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, GlobalSource, SkipGuardSource, TypeDictSource
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase, _import_module
+from torch._dynamo.variables import UserMethodVariable, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 
 from lightning_ort.compat.dynamo_left_out import LEFT_OUT, Replacement, is_array, is_of_user
@@ -48,10 +48,8 @@ _MRO: Any = vars(type)["__mro__"].__get__  # a metaclass may have another
 _CALL: Any = weakref.ref.__call__
 _GET: Any = types.MappingProxyType.get
 _FUNCTIONS = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
-_ABSENT = getattr(GuardBuilder, "DICT_NOT_CONTAINS", None) or functools.partial(
-    GuardBuilder.DICT_CONTAINS,
-    invert=True,  # torch 2.11
-)
+_ABSENT = GuardBuilder.DICT_NOT_CONTAINS
+_MENDED = {"modified"}  # what dynamo has no more, since it does without it what it should (torch 2.15)
 
 
 @contextmanager
@@ -59,7 +57,8 @@ def repaired() -> Iterator[None]:
     """Within the block, what dynamo compiles computes what Python does (torch 2.13)."""
     with ExitStack() as stack:
         for owner, name, make, _ in [*REPAIRS, *LEFT_OUT]:
-            if (old := getattr(owner, name, None)) is not None:
+            if hasattr(owner, name) or name not in _MENDED:  # an AttributeError: nothing is compiled without a mend
+                old = getattr(owner, name)
                 stack.enter_context(patch.object(owner, name, functools.wraps(old)(make(old))))
         # it looks methods up once, perhaps for a function of somebody else's, before they were replaced
         stack.enter_context(patch.object(variables.BuiltinVariable, "call_function_handler_cache", {}, create=True))
@@ -215,13 +214,12 @@ def _bind(bind: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _guard_function(function: Any, tx: Any) -> None:
-    is_method = isinstance(function, variables.UserMethodVariable)
+    is_method = isinstance(function, UserMethodVariable)
     source = function.source_fn if is_method else function.source
     if is_method and source is None and isinstance(function.obj, variables.UserDefinedObjectVariable):
         owner, name = function.obj, function.fn.__name__
         if owner.source is not None and owner.cls_source is not None and name in dir(type(owner.value)):
-            walk: Any = owner.get_source_by_walking_mro
-            source = walk(tx, name) if "tx" in inspect.signature(walk).parameters else walk(name)  # torch 2.11
+            source = owner.get_source_by_walking_mro(tx, name)
     _guard(source, functools.partial(_is_function, code=getattr(function.fn, "__code__", None)))
 
 
@@ -314,7 +312,7 @@ def _import(find: Callable[..., Any]) -> Callable[..., Any]:
         alias = f"__import_{module_name.replace('.', '_dot_')}"
         if known.get(alias, module) is not module:  # it has been replaced since
             del known[alias]
-            symbolic_convert._import_module.cache_clear()
+            _import_module.cache_clear()
         if module is not None and not is_installed(getattr(module, "__file__", None) or ""):
             _add_check(self, lambda: sys.modules.get(module_name) is module)
         return find(self, module_name)
@@ -434,7 +432,7 @@ def _is_constant(value_of: Callable[..., Any]) -> Callable[..., Any]:
     """Tell arrays, which change, from constants."""
 
     def as_python_constant(self: Any) -> Any:
-        return variables.base.VariableTracker.as_python_constant(self) if is_array(self) else value_of(self)
+        return VariableTracker.as_python_constant(self) if is_array(self) else value_of(self)
 
     return as_python_constant
 
@@ -475,7 +473,7 @@ def _keep_groups(_: Callable[..., Any]) -> Callable[..., Any]:
 REPAIRS = [
     Replacement(InstructionTranslatorBase, "load_builtin_from_argval", _load_builtin, 118156),
     Replacement(InstructionTranslatorBase, "import_source", _import, 197046),
-    Replacement(symbolic_convert.InliningInstructionTranslator, "get_globals_source_and_value", _find_global, None),
+    Replacement(InliningInstructionTranslator, "get_globals_source_and_value", _find_global, None),
     Replacement(variables.BuiltinVariable, "call_isinstance", _is_of_class, 149991),
     Replacement(variables.BuiltinVariable, "call_issubclass", _is_of_class, 149991),
     Replacement(GuardBuilder, "EQUALS_MATCH", _equals, 192604),
@@ -487,11 +485,11 @@ REPAIRS = [
     Replacement(variables.UserDefinedObjectVariable, "generic_getattr", _miss, None),
     Replacement(variables.ConstDictVariable, "getitem_const_raise_exception_if_absent", _miss_key, None),
     Replacement(variables.ConstantVariable, "is_literal", _is_literal, 189042),
-    Replacement(getattr(variables.lists, "DequeVariable", None), "modified", _copy_deque, 141714),
+    Replacement(variables.lists.DequeVariable, "modified", _copy_deque, 141714),
     Replacement(variables.ConstDictVariable, "has_new_items", _write_all, 198189),
     Replacement(variables.SetVariable, "has_new_items", _write_all, 198189),
     Replacement(variables.NumpyVariable, "call_function", _call_numpy, 141258),
     Replacement(variables.NumpyVariable, "as_python_constant", _is_constant, None),
     Replacement(VariableBuilder, "wrap_numpy_ndarray", _keep_scalar, None),
-    Replacement(getattr(variables, "OptimizerVariable", None), "_set_capturable", _keep_groups, None),
+    Replacement(variables.OptimizerVariable, "_set_capturable", _keep_groups, None),
 ]

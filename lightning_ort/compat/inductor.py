@@ -19,7 +19,7 @@ def inductor_cache_folder() -> str:
 
 
 def inductor_repairs(exact_masks: bool) -> dict[str, Any]:
-    """The options without which inductor computes something wrong, of those that this version has (torch 2.11 to 2.14).
+    """The options without which inductor computes something wrong, of those that this version has (torch 2.13 to 2.15).
 
     ``exact_masks``: whether random numbers are to be those of eager.
     """
@@ -29,8 +29,6 @@ def inductor_repairs(exact_masks: bool) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
     if version < Version("2.15.dev0"):  # parts of a gradient that layer norms share are not written, pytorch #193061
         wanted["triton.mix_order_reduction"] = False
-    if exact_masks and version < Version("2.13"):  # which draws in another order, pytorch #192635
-        wanted["reorder_for_peak_memory"] = False
     if not exact_masks:  # else four elements in a row may get the same mask, pytorch #198333
         wanted["align_random_eager"] = True
     return {name: value for name, value in wanted.items() if name in known}

@@ -2,13 +2,14 @@
 
 import functools
 import operator
-import signal
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from lightning_ort._shims import Shims
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -65,27 +66,16 @@ def _put(
 SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"  # the method of a loop, since 2.6.0
 
 
-def set_sigterm_handler(trainer: "pl.Trainer", handler: Callable[[int, Any], None]) -> None:
+def set_sigterm_handler(shims: Shims, trainer: "pl.Trainer", handler: Callable[[int, Any], None]) -> None:
     """Replace what Lightning itself does at SIGTERM; handlers that the user installed still run (2.6)."""
-    trainer._signal_connector._sigterm_notifier_fn = handler  # type: ignore[method-assign, assignment]
+    shims.put(trainer._signal_connector, "_sigterm_notifier_fn", handler)
 
 
-def reset_sigterm_handler(trainer: "pl.Trainer") -> None:
-    """Undo :func:`set_sigterm_handler` and :func:`leave_out_sigterm_broadcast`."""
-    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
-    vars(trainer.fit_loop.epoch_loop).pop(SIGTERM_BROADCAST, None)
-
-
-def is_sigterm_handler(handler: Callable[[int, Any], None]) -> bool:
-    """Return whether Lightning calls this handler at SIGTERM now, which it does within its loops alone (2.6)."""
-    return handler in getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", ())
-
-
-def leave_out_sigterm_broadcast(trainer: "pl.Trainer") -> None:
+def leave_out_sigterm_broadcast(shims: Shims, trainer: "pl.Trainer") -> None:
     """Let training batches begin without the flag that rank 0 broadcasts since Lightning 2.6."""
     loop = trainer.fit_loop.epoch_loop
     if hasattr(loop, SIGTERM_BROADCAST):
-        setattr(loop, SIGTERM_BROADCAST, _broadcast_nothing)
+        shims.put(loop, SIGTERM_BROADCAST, _broadcast_nothing)
 
 
 def _broadcast_nothing() -> None:
@@ -139,30 +129,18 @@ def deepspeed_dtype(plugin: Any) -> torch.dtype:
 TRAINER_ATTRIBUTE = "_trainer"
 """The attribute of a LightningModule with its Trainer, or ``None`` (2.6)."""
 
-# the epoch that the Trainer of a LightningModule shows, and its callbacks, without properties (2.6)
-current_epoch: Callable[[Any], int] = operator.attrgetter(
-    f"{TRAINER_ATTRIBUTE}.fit_loop.epoch_progress.current.completed"
-)
+# the callbacks of the Trainer of a LightningModule, without properties (2.6)
 callbacks_of: Callable[[Any], list[Any]] = operator.attrgetter(f"{TRAINER_ATTRIBUTE}.callbacks")
 
 
 # attributes of a strategy, its precision plugin or ``None``, and of a wrapper of an optimizer, the optimizer (2.6)
 PRECISION, WRAPPED = "_precision_plugin", "_optimizer"
+MODEL = "_model"  # and what it calls in each step, if not the module (2.6)
 # what a strategy's properties return (2.6)
 optimizers_of: "Callable[[Strategy], list[Any]]" = operator.attrgetter("_optimizers")
 precision_of: "Callable[[Strategy], Any]" = operator.attrgetter(PRECISION)
 # the wrappers of a strategy's optimizers that `self.optimizers()` returns, in a list that is new with them (2.6)
 lightning_optimizers: "Callable[[Strategy], list[Any]]" = operator.attrgetter("_lightning_optimizers")
-
-
-def backward_of_step(trainer: "pl.Trainer", output: Any) -> None:
-    """Do what Lightning does between a training step and the optimizer's, under automatic optimization (2.6)."""
-    loop, optimizer = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.optimizers[0]
-    result = loop.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
-    if (zero_grad := loop._make_zero_grad_fn(trainer.fit_loop.batch_idx, optimizer)) is not None:
-        zero_grad()
-    if result.closure_loss is not None and not loop._skip_backward:
-        trainer.strategy.backward(result.closure_loss, optimizer)
 
 
 def backward_with(strategy: "Strategy", run: Callable[[Any], bool], loss: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -185,26 +163,6 @@ WRAP_CLOSURE, AFTER_CLOSURE = "_wrap_closure", "_after_closure"
 def closure_of_step(precision: Any, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
     """Run the closure of an optimizer's step, the hooks before the update and clipping, as ``Precision`` does (2.6)."""
     return getattr(precision, WRAP_CLOSURE)(model, optimizer, closure)
-
-
-def closure_before_clipping(
-    precision: Any, model: Any, optimizer: Any, closure: Callable[[], Any]
-) -> tuple[Any, Callable[[], None], list[Any]]:
-    """The same up to clipping, which comes last (2.6); return also what clips, and how it was asked to."""
-    clip, asked, own = precision._clip_gradients, list[Any](), vars(precision)
-    before = {name: own[name] for name in ("_clip_gradients",) if name in own}
-    own["_clip_gradients"] = lambda *args, **kwargs: asked.append((args, kwargs))
-    try:
-        result = closure_of_step(precision, model, optimizer, closure)
-    finally:
-        del own["_clip_gradients"]
-        own.update(before)
-
-    def clip_now() -> None:
-        for args, kwargs in asked:
-            clip(*args, **kwargs)
-
-    return result, clip_now, asked
 
 
 def is_compiled_by_lightning(module: Any) -> bool:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.loops.optimization.manual import _ManualOptimization as ManualOptimization
     from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
-    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
     from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
         _LoggerConnector as LoggerConnector,

@@ -1,13 +1,17 @@
-"""Lightning's ``DeepSpeedStrategy`` with public names for what is overridden and called of it (lightning 2.5, 2.6)."""
+"""Lightning's classes for DeepSpeed, with public names for what is overridden or called (lightning 2.5, 2.6)."""
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ort.compat import lightning_bases
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class DeepSpeedNames(lightning_bases.DeepSpeedStrategy):
@@ -77,3 +81,21 @@ class DeepSpeedNames(lightning_bases.DeepSpeedStrategy):
     def reset_configuration(self, config: dict[str, Any]) -> None:
         """Take a configuration that is not completed yet."""
         self.config, self._config_initialized = config, False
+
+
+class DeepSpeedPrecisionNames(lightning_bases.DeepSpeedPrecision):
+    """The same for ``DeepSpeedPrecision``."""
+
+    def around_hooks(self, module: "pl.LightningModule", *names: str) -> AbstractContextManager[None]:
+        """Return what is entered while these hooks are called, which see gradients."""
+        raise NotImplementedError
+
+    @override
+    def post_backward(self, tensor: Any, module: Any) -> Any:
+        with self.around_hooks(module, "on_after_backward"):
+            return super().post_backward(tensor, module)
+
+    @override
+    def _after_closure(self, model: "pl.LightningModule", optimizer: Any) -> None:
+        with self.around_hooks(model, "on_before_optimizer_step", "configure_gradient_clipping"):
+            super()._after_closure(model, optimizer)

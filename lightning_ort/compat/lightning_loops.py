@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import operator
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -70,6 +71,51 @@ def shown(kept: "tuple[list[Any], list[Any], Any, Any]") -> Any:
     return then.metrics(on_step=True)
 
 
+def step_schedulers(strategy: Any) -> list[bool]:
+    """Return for each scheduler that is asked after each step whether it only counts."""
+    own, configs = torch.optim.lr_scheduler.__name__, strategy.lr_scheduler_configs
+    return [
+        type(config.scheduler).__module__ == own and not config.reduce_on_plateau
+        for config in configs
+        if config.interval == "step"
+    ]
+
+
+def idle_hooks(
+    namespace: LightningNamespace,
+) -> dict[tuple[type, Any], Callable[[Any, Any], tuple[float, float] | None]]:
+    """Return hooks around batches that are not always needed.
+
+    By class and function: from the callback and the Trainer, in how many of the next batches, and for how many seconds,
+    they do nothing; ``None`` if only they know.
+    """
+    callbacks = namespace.submodule("callbacks")
+
+    def saves(checkpoint: Any, trainer: Any) -> tuple[float, float] | None:
+        if checkpoint._train_time_interval is not None:
+            return None
+        every = checkpoint._every_n_train_steps
+        return (every - trainer.global_step % every - 1 if every >= 1 else math.inf), math.inf
+
+    def stops(timer: Any, trainer: Any) -> tuple[float, float]:
+        if timer._interval != "step" or timer._duration is None:
+            return math.inf, math.inf
+        return math.inf, timer._duration - timer.time_elapsed()
+
+    def waits(callback: Any, trainer: Any) -> tuple[float, float]:
+        return math.inf, math.inf
+
+    bars, stages = (callbacks.TQDMProgressBar, callbacks.RichProgressBar), ("validation", "test", "predict")
+    found = {
+        # it looks where loggers do, and bars where another loader begins: before both a window ends
+        (callbacks.LearningRateMonitor, "on_train_batch_start"): waits,
+        **{(bar, f"on_{stage}_batch_start"): waits for bar in bars for stage in stages},
+        (callbacks.ModelCheckpoint, "on_train_batch_end"): saves,
+        (callbacks.Timer, "on_train_batch_end"): stops,
+    }
+    return {(kind, vars(kind).get(name)): idle for (kind, name), idle in found.items()}
+
+
 def parts_of(trainer: Any) -> list[Any]:
     """Return the objects of a Trainer that run its batches."""
     fit = trainer.fit_loop
@@ -94,25 +140,35 @@ def stock_fetcher(namespace: LightningNamespace) -> Any:
 
 
 def only_loader(fetcher: Any, loaders: Any) -> Any:
-    """Return what iterates over the only loader of a fetcher that is not done, or ``None``."""
+    """Return what iterates over the only loader of a fetcher that is not done, or over one after the other.
+
+    ``None`` if it is neither, or if the next loader is due.
+    """
     combined = fetcher.iterator
     if combined.__class__ is not loaders.CombinedLoader or fetcher.done:
         return None
     cycle = combined._iterator
+    if cycle.__class__ is loaders._Sequential:
+        is_due = cycle.iterators and (cycle.limits is None or cycle.limits[cycle._iterator_idx] > cycle._idx)
+        return cycle if is_due else None
     is_only = cycle.__class__ is loaders._MaxSizeCycle and len(cycle.iterators) == 1
     return cycle if is_only and combined._iterables is combined._flattened[0] else None
 
 
 def next_of_only(cycle: Any) -> Any:
-    """Return the next batch of what :func:`only_loader` returned, its number, and 0 for the loader."""
+    """Return the next batch of what :func:`only_loader` returned, its number, and that of the loader."""
+    loader = vars(cycle).get("_iterator_idx")
     try:
         batch = next_batch(cycle.iterators[0])
     except StopIteration:
+        if loader is not None:
+            cycle._use_next_iterator()
+            return next(cycle)
         cycle._consumed[0] = True
         raise
     number = cycle._idx
     cycle._idx += 1
-    return batch, number, 0
+    return batch, number, loader or 0
 
 
 class KnownMetric:

@@ -15,7 +15,8 @@ from torch.fx import proxy, traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from lightning_ort.compat.torch import OpOverload, TorchDispatchMode, tree_map
+from lightning_ort.compat.torch import tree_map
+from lightning_ort.compat.torch_graphs import OpOverload, TorchDispatchMode
 
 Table = Mapping[OpOverload, Callable[..., Any]]
 _running: "list[_Faked]" = []  # of the functions that are recorded, the last is the innermost

@@ -7,13 +7,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_ort.compat.lightning_sources import if_known
+
+_BUCKET_BYTES = 25 * 2**20  # as DDP's
+_Sharded = TypeVar("_Sharded", bound=Optimizer)
 
 
 def _hooks(optimizer: Optimizer, name: str) -> list[Callable[..., Any]]:
@@ -88,6 +91,22 @@ def shard_of(optimizer: Optimizer) -> Optimizer:
     """
     shard = getattr(optimizer, "optim", None)
     return shard if isinstance(shard, Optimizer) else optimizer
+
+
+def sends_in_buckets(cls: type[_Sharded]) -> type[_Sharded]:
+    """Let a class of ``ZeroRedundancyOptimizer`` send each rank's share in buckets, not one by one (torch 2.13).
+
+    Torch's buckets are views that parameters must not leave, which ``parameter.data = ...`` does in silence.
+    """
+
+    def send(self: Any) -> None:
+        for rank, groups in enumerate(self._partition_parameters()):
+            parameters = [parameter.detach() for group in groups for parameter in group["params"]]
+            if parameters:
+                torch.distributed._broadcast_coalesced(self.process_group, parameters, _BUCKET_BYTES, rank)
+
+    cls._sync_params = send  # type: ignore[attr-defined]
+    return cls
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -6,7 +6,8 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,7 +18,7 @@ from lightning_ort.compiler.cache.cache import Cache
 from lightning_ort.compiler.cache.fingerprint import digest
 from lightning_ort.compiler.executors.ort import kernels
 from lightning_ort.compiler.reason import Reason
-from lightning_ort.compiler.report.data import FallbackReport
+from lightning_ort.compiler.report.data import FallbackReport, GraphReport
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.compiler.running.fallbacks import ORTFallbackError
@@ -85,15 +86,26 @@ class ORTBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compile one graph captured by dynamo, and its backward graph."""
+        with self._compilation_of(gm, example_inputs, self._request()) as compilation:
+            return compilation.run(example_inputs)
+
+    def compile_graph(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], request: CompileRequest
+    ) -> tuple[Callable[[list[Any]], Any], GraphReport]:
+        """Compile one graph of ATen operations without gradients; return a boxed function, and its report."""
+        with self._compilation_of(gm, inputs, request) as compilation:
+            return compilation.compile_graph("step", gm, inputs), self.report.graphs[-1]
+
+    @contextmanager
+    def _compilation_of(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], request: CompileRequest
+    ) -> "Iterator[Compilation]":
         start = perf_counter()
         number, self._calls = self._calls, self._calls + 1
         ORTBackend._num_compiled += 1
         try:
             with without_collections():
-                compilation = self.compilation(
-                    self.placer, self.report, self.load, self._request(), number, gm, len(example_inputs)
-                )
-                return compilation.run(example_inputs)
+                yield self.compilation(self.placer, self.report, self.load, request, number, gm, len(inputs))
         finally:
             self.report.compile_seconds += perf_counter() - start
 

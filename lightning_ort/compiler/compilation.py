@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from lightning_ort._busy import Stopwatch, is_busy
-from lightning_ort.compat.autograd import GraphFacts, allow_retain_graph, backward_at_once
+from lightning_ort.compat.aot_autograd import GraphFacts, allow_retain_graph, backward_at_once
 from lightning_ort.compat.dynamo import aot_backend, is_last_graph, reads_gradients
-from lightning_ort.compat.torch import boxed, without_fake_tensors
+from lightning_ort.compat.torch_graphs import boxed, without_fake_tensors
 from lightning_ort.compiler import lowering
 from lightning_ort.compiler.cache.kept_step import is_plain
 from lightning_ort.compiler.graphs.conflicts import Captured, InputWrites, conflict_of, in_eager
@@ -246,7 +246,8 @@ class Compilation:
             guard = GuardedGraph(run, eager, monitor, *told, passes, separate, check=check)
             request.keep(guard)
             return guard
-        step = StepGraph(source, eager, misfit, lambda: guard.saw_second_gradient(), request, reads_gradients())
+        check = GraphCheck.of(request.check(False), gm)
+        step = StepGraph(source, eager, misfit, lambda: guard.saw_second_gradient(), request, reads_gradients(), check)
         guard = GuardedGraph(step, eager, monitor, aftermath.failed, aftermath.for_eager, passes=0)
         request.keep(guard)
         return guard

@@ -29,7 +29,12 @@ WARM = 0.6
 EVALUATION = 0.5  # of what the training step takes: there is no backward graph
 DISPATCH_BOUND = 0.005  # seconds of a step that is mostly Python and launches of small kernels
 SAVED_DISPATCH, SAVED = 0.3, 0.1  # shares of a step that capture saves on a GPU
+RECORDING_COST, RECORDING_COST_PER_OPERATION = 0.01, 0.0005  # seconds
+# Of each operation and its gradient, what Python and autograd take, and the most that was seen of a step; nearly always
+# that is saved, so it may cost a half of what it is to save.
+RECORDING_SAVED_PER_OPERATION, RECORDING_SAVED, RECORDING_STAKE = 1e-5, 0.5, 0.5
 INDUCTOR_SAVED = 0.1  # a share of the step, before anything was tried; it was 0.06 to 0.2 where inductor won
+ORT_SAVED = 0.02  # a share of the step, beside a recording: it was nothing in five models, from an MLP to a BERT
 INDUCTOR_COST, INDUCTOR_COST_PER_OPERATION = 15.0, 0.01  # seconds
 # On a GPU it saved 0.52, 0.47 to 0.60, 0.24 to 0.35 and nothing of the steps of GPT-2, Llama, BERT and a ViT in bf16.
 # What is only supposed may cost a quarter of what it may save, so that no more than a tenth of a run is lost where it
@@ -51,6 +56,8 @@ class StepFacts:
     is_first: bool  # whether nothing was compiled for ONNX Runtime in this process
     on_ort: float  # seconds that compiling it for ONNX Runtime has taken in this run; 0 if it was not tried
     training: float  # the same of the training step, for this engine
+    recorded: bool = False  # whether what was recorded of it is compiled
+    gained: float = 0.0  # then, the share of the unchanged step that the way in use saves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,7 @@ class Engine:
         cost: Returns the seconds until a step runs on it for the first time.
         warm: Returns the share of these that an earlier run has not made superfluous.
         saves: Returns the share of a step that it saves at most, before it was tried; 1 if nobody knows.
+        stake: The share of what it saves that it may cost, where that is known well enough to need no other limit.
         backend: Takes the setting ``dropout_masks``, a function that gets what a graph failed with, and one that
             returns the :class:`~lightning_ort.compiler.request.CompileRequest`; returns a backend of
             ``torch.compile``. ``None``: the strategy's own, or none.
@@ -78,6 +86,7 @@ class Engine:
     cost: Callable[[StepFacts], float] = lambda step: 0.0
     warm: Callable[[], float] = lambda: 1.0
     saves: Callable[[StepFacts], float] = lambda step: 1.0
+    stake: float = 0.0
     backend: Callable[..., Callable[..., Any]] | None = None
     obstacle: Callable[[bool], str] = lambda on_gpu: ""
     package: str = ""
@@ -108,6 +117,8 @@ def _ort_obstacle(on_gpu: bool) -> str:
 
 
 def _ort_saves(step: StepFacts) -> float:
+    if step.recorded:
+        return step.gained + ORT_SAVED
     if not step.on_gpu or not step.trains:
         return 1.0
     return SAVED_DISPATCH if step.usual < DISPATCH_BOUND else SAVED
@@ -119,17 +130,28 @@ def _inductor() -> ModuleType:
     return inductor
 
 
+def _recording_cost(step: StepFacts) -> float:
+    """Steps that are watched or run twice, and a sixth of a millisecond for each of some three calls an operation."""
+    return RECORDING_COST + 5 * step.usual + RECORDING_COST_PER_OPERATION * step.operations
+
+
+def _recording_saves(step: StepFacts) -> float:
+    dispatch = RECORDING_SAVED_PER_OPERATION * step.operations
+    return min(RECORDING_SAVED, dispatch / step.usual) if step.usual else RECORDING_SAVED
+
+
 _INDUCTOR = Engine(
     label="inductor",
     # a step of a hundred graphs has no more operations than one of two
     cost=lambda step: max(INDUCTOR_COST + INDUCTOR_COST_PER_OPERATION * step.operations, INDUCTOR_TO_ORT * step.on_ort),
     warm=lambda: INDUCTOR_WARM if _inductor().has_cache() else 1.0,
-    saves=lambda step: INDUCTOR_SAVED_ON_GPU if step.on_gpu else INDUCTOR_SAVED,
+    saves=lambda step: INDUCTOR_SAVED_ON_GPU if step.on_gpu else step.gained + INDUCTOR_SAVED,
     backend=lambda masks, *told: _inductor().backend_for(masks, False, *told),
     obstacle=lambda on_gpu: _inductor().obstacle(on_gpu),
 )
-ORT, TORCH = "ort", "torch"
+ORT, TORCH, RECORDED = "ort", "torch", "recorded"
 ENGINES: Mapping[str, Engine] = {
+    RECORDED: Engine(label="PyTorch, recorded", cost=_recording_cost, saves=_recording_saves, stake=RECORDING_STAKE),
     ORT: Engine(label="ONNX Runtime", cost=_ort_cost, warm=lambda: WARM, saves=_ort_saves, obstacle=_ort_obstacle),
     TORCH: Engine(label="PyTorch"),  # the unchanged step
     "inductor": _INDUCTOR,
@@ -145,7 +167,7 @@ ENGINES: Mapping[str, Engine] = {
 # compiles once: a recording runs the same kernels, and takes 0 to 2 % less time. ONNX Runtime's standard kernels fuse
 # few elementwise operations and no gradients, so a training step is several times as many kernels as in eager: only
 # steps without a backward pass are tried.
-ON_CPU: Sequence[str] = (ORT, "inductor")
+ON_CPU: Sequence[str] = (RECORDED, ORT, "inductor")
 ON_GPU: Sequence[str] = ("inductor-graphs", ORT)
 SAVES_MEMORY = "inductor"  # where memory is the aim; a recording keeps memory of its own
 
@@ -159,7 +181,7 @@ def order(on_gpu: bool, trains: bool, may_record: bool) -> list[str]:
 
 def others_on_cpu() -> list[str]:
     """Return the engines beside ONNX Runtime that can compile on a CPU here."""
-    return [name for name in ON_CPU if name != ORT and not ENGINES[name].obstacle(False)]
+    return [name for name in ON_CPU if name not in (RECORDED, ORT) and not ENGINES[name].obstacle(False)]
 
 
 def label_of(name: str) -> str:

@@ -61,4 +61,3 @@ class CompileRequest:
     activation_memory_budget: float | None = None
     # takes whether a graph draws random numbers; returns what compares its first runs with eager, if anything
     check: Callable[[bool], GraphCheck | None] = lambda draws: None
-    recording: Any = None

@@ -110,14 +110,16 @@ class RunReport:
         step_time: What the time of a training step is made of; ``None`` if a fit was too short, or there was none.
         dropout_masks: That a compiled function draws large masks of dropout, or why PyTorch does; empty otherwise.
         threads: On how many threads each step that is not compiled was tried, and runs, by its name.
+        recorded: How many calls of each step were replays of a recording, and how many of these were repeated by the
+            step itself as a check, by its name.
         startup_seconds: Wall clock that compiling and trying took, dynamo included.
         trial_seconds: Of these, what steps took longer while they took turns on several engines.
         saved_seconds: What the steps since then were faster by, as duels measured them.
         paid_after: The first step after which more was saved than start-up had taken; ``None`` if there was none.
         waiting: Why nothing has been compiled yet.
         trainer_loop: Whether the Trainer's loop is lean, and if not, why.
-        audits: How many captured steps a copy of the process repeated in eager.
-        audit_seconds: Wall clock of these steps, with their copies, and of others that found nothing out.
+        audits: How many runs of captured graphs were compared with eager.
+        audit_seconds: Wall clock of that.
         audit_difference: The largest relative difference of a result or gradient that audits found.
         facts: What the run was, such as ``{"model": "GPT", "precision": "32-true"}``, as a reader wants it.
     """
@@ -130,6 +132,7 @@ class RunReport:
     step_time: StepTimeReport | None = None
     dropout_masks: str = ""
     threads: dict[str, str] = field(default_factory=dict)
+    recorded: dict[str, str] = field(default_factory=dict)
     startup_seconds: float = 0.0
     trial_seconds: float = 0.0
     saved_seconds: float = 0.0
@@ -165,9 +168,9 @@ class RunReport:
     @property
     def audit_text(self) -> str:
         """What audits have found, in one line."""
-        steps = "only 1 captured step was" if self.audits == 1 else f"{self.audits} captured steps were"
+        runs = "only 1 run of a graph was" if self.audits == 1 else f"{self.audits} runs of graphs were"
         return (
-            f"{steps} repeated in eager in {self.audit_seconds:.1f} s; results and gradients differ by up to"
+            f"{runs} repeated in eager in {self.audit_seconds:.1f} s; results and gradients differ by up to"
             f" {self.audit_difference:.1g} of their size"
         )
 

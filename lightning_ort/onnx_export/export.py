@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from lightning_ort._arguments import check_choice, check_number, check_path, check_type, check_writable
 from lightning_ort._imports import NAMESPACES, ONNXSCRIPT, __version__, absence
 from lightning_ort.compat.onnxruntime import mark_preprocessed
-from lightning_ort.compat.torch import expression_of, tree_map
+from lightning_ort.compat.torch import tree_map
+from lightning_ort.compat.torch_graphs import expression_of
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.regions.reproducer_script import largest_difference
 from lightning_ort.onnx_export.failure import ExportFailed, branch_on_size, explain, line_in

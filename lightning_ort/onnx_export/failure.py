@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lightning_ort.compat.torch import guards_of
+from lightning_ort.compat.torch_graphs import guards_of
 
 # whose lines are not the user's; those of other packages, such as transformers, count as theirs
 _FOREIGN = sys.stdlib_module_names | {

@@ -7,7 +7,7 @@ and while other programs use the cores it takes milliseconds. So small tensors a
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -63,6 +63,7 @@ class FusedUpdate:
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
+        self._adds = type(optimizer) is not optim.SGD
         self._groups: list[_Group] = []
         self._seen: list[Any] = []  # parameters, and their states
 
@@ -80,23 +81,30 @@ class FusedUpdate:
             getattr(hook, CHECK)()
         if (calls := self._calls()) is None:
             return False
-        adds = type(optimizer) is not optim.SGD
         takes_gradients = torch.is_grad_enabled()
         set_gradients(False)
         try:
             for kernel, tensors, settings, is_small in calls:
-                if adds:
-                    steps = tensors[-1]
-                    torch._foreach_add_(steps, [_ONE] * len(steps))  # to add a number takes three times as long
-                if is_small:
-                    with OneThread():
-                        kernel(*tensors, **settings)
-                else:
-                    kernel(*tensors, **settings)
+                _run(kernel, tensors, settings, is_small, tensors[-1] if self._adds else [])
         finally:
             set_gradients(takes_gradients)
         note_step(optimizer)
         return True
+
+    def with_gradients(self, parameters: Sequence[Tensor]) -> "UpdateWith | None":
+        """Return what does what the last call did, with other gradients of these parameters, and of them alone."""
+        place_of = {id(parameter): place for place, parameter in enumerate(parameters)}
+        if (calls := self._calls()) is None or len(place_of) < len(parameters):
+            return None
+        updated = [id(parameter) for _, (own, *_), _, _ in calls for parameter in own]
+        if len(updated) != len(parameters) or {*updated} != place_of.keys():
+            return None
+        update = UpdateWith(self.optimizer)
+        groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
+        for kernel, tensors, _, is_small in calls:
+            places = [place_of[id(parameter)] for parameter in tensors[0]]
+            update.add(places, groups[id(tensors[0][0])], kernel, [*tensors], is_small)
+        return update
 
     def _calls(self) -> list[_Call] | None:
         states, groups, kind = self.optimizer.state, self.optimizer.param_groups, type(self.optimizer)
@@ -113,6 +121,59 @@ class FusedUpdate:
                 if not one.add_calls(calls, group):
                     return None
         return calls
+
+
+class UpdateWith:
+    """Updates again and again as one step did, with gradients that it is given.
+
+    Nobody may change groups, states or hooks meanwhile, but for settings such as the learning rate; states that count
+    steps are those of the last one after :meth:`end`.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer, self._kind = optimizer, type(optimizer)
+        self._rows: list[Any] = []
+        self._counts: list[tuple[Tensor, list[Tensor]]] = []  # a count for all states that are equal
+
+    def add(self, places: list[int], group: Any, kernel: Any, tensors: list[Any], is_small: bool) -> None:
+        """Add a call of a kernel, and where the gradients of its parameters are."""
+        steps = tensors[-1] if self._kind is not optim.SGD else []
+        if len({*map(Tensor.item, steps)}) == 1:
+            count = steps[0].clone()
+            self._counts.append((count, steps))
+            tensors[-1], steps = [count] * len(steps), [count]
+        self._rows.append((places, group, kernel, tensors, is_small, steps))
+
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
+        """Update with these gradients."""
+        takes_gradients = torch.is_grad_enabled()
+        set_gradients(False)
+        try:
+            for places, group, kernel, tensors, is_small, steps in self._rows:
+                tensors[1] = [*map(gradients.__getitem__, places)]
+                _run(kernel, tensors, _settings_of(self._kind, group), is_small, steps)
+                tensors[1] = ()  # whose memory is for the next ones
+        finally:
+            set_gradients(takes_gradients)
+
+    def end(self) -> None:
+        """Write what is kept apart to the states of the optimizer."""
+        for count, steps in self._counts:
+            torch._foreach_copy_(steps, [count] * len(steps))
+        note_step(self._optimizer)
+
+
+def _run(
+    kernel: Callable[..., Any], tensors: list[Any], settings: dict[str, Any], is_small: bool, steps: list[Tensor]
+) -> None:
+    """Count a step, and call a kernel."""
+    if steps:
+        torch._foreach_add_(steps, [_ONE] * len(steps))  # to add a number takes three times as long
+    if is_small:
+        with OneThread():
+            kernel(*tensors, **settings)
+    else:
+        kernel(*tensors, **settings)
 
 
 class _Group:
@@ -142,15 +203,9 @@ class _Group:
         kind = self._kind
         if self._form != (group.get("amsgrad"), not group.get("momentum")) or not self._has_states:
             return False
-        names = _SETTINGS[kind]
-        settings = dict(zip(names, map(group.__getitem__, names), strict=True))  # a comprehension is a call
-        kernel = FUSED_KERNELS[kind]
-        if kind is optim.SGD:
-            settings["is_first_step"] = False
-        elif kind is not optim.Adagrad:
-            settings["beta1"], settings["beta2"] = group["betas"]
-            if group["decoupled_weight_decay"]:
-                kernel = FUSED_KERNELS[optim.AdamW]
+        settings, kernel = _settings_of(kind, group), FUSED_KERNELS[kind]
+        if kind is optim.Adam and group.get("decoupled_weight_decay"):  # newer than torch 2.6
+            kernel = FUSED_KERNELS[optim.AdamW]
         if not group.get("fused") or group.get("capturable") or Tensor in map(type, settings.values()):
             return False  # torch converts it first
         if self._without and not _NOTHING.issuperset(map(type, map(_GRAD, self._without))):
@@ -163,6 +218,17 @@ class _Group:
             own_calls.append((kernel, [parameters, gradients, *lists], settings, is_small))
         calls += own_calls
         return True
+
+
+def _settings_of(kind: Any, group: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a kernel that are no tensors."""
+    names = _SETTINGS[kind]
+    settings = dict(zip(names, map(group.__getitem__, names), strict=True))  # a comprehension is a call
+    if kind is optim.SGD:
+        settings["is_first_step"] = False
+    elif kind is not optim.Adagrad:
+        settings["beta1"], settings["beta2"] = group["betas"]
+    return settings
 
 
 _GRAD, _VALUES = operator.attrgetter("grad"), operator.methodcaller("values")

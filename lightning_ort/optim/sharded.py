@@ -9,14 +9,15 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ort.compat.torch_optimizers import run_load_state_dict_pre_hooks, shard_of
+from lightning_ort.compat.torch_optimizers import run_load_state_dict_pre_hooks, sends_in_buckets, shard_of
 from lightning_ort.optim.fused import prepare_state
 from lightning_ort.optim.registry import TORCH_FLAGS, runs
 from lightning_ort.optim.replacement import replace_in_place
 
 
+@sends_in_buckets
 class ShardedOptimizer(ZeroRedundancyOptimizer):
-    """Torch's, except that loading a checkpoint keeps its fused or foreach flag and does not change the checkpoint.
+    """Torch's, except that it sends buckets, and that loading a checkpoint keeps its fused or foreach flag.
 
     `ZeRO: Memory Optimizations Toward Training Trillion Parameter Models <https://arxiv.org/abs/1910.02054>`_
     """

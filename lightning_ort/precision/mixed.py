@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_ort._arguments import check_choice, check_device, check_integer, check_type, names_its_arguments
 from lightning_ort._imports import LightningNamespace
+from lightning_ort._shims import Shims
 from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.torch_optimizers import calls_step_hooks, unscaled_by_scaler
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
 
 MixedPrecisionName = Literal["16-mixed", "bf16-mixed"]
-
-
-_WRAPPED = ("step", "state_dict")  # methods of schedulers, while a fit lasts
 
 
 @names_its_arguments
@@ -72,7 +70,7 @@ class MixedPrecisionMixin(lightning_bases.MixedPrecision):
         self._in_a_row = 0
         self._first_optimizer: Optimizer | None = None  # of the fit whose overflows are counted
         self._skipped: set[int] = set()  # ids of the optimizers whose last step was skipped
-        self._wrapped_schedulers: list[Any] = []
+        self._wrapped = Shims()  # of methods of schedulers, while a fit lasts
 
     @override
     def connect(
@@ -100,10 +98,10 @@ class MixedPrecisionMixin(lightning_bases.MixedPrecision):
                 step(*args, **kwargs)
 
         def own_state() -> dict[str, Any]:  # a scheduler saves all of its attributes
-            return {key: value for key, value in state_dict().items() if key not in _WRAPPED}
+            return {key: value for key, value in state_dict().items() if key not in ("step", "state_dict")}
 
-        scheduler.step, scheduler.state_dict = step_or_skip, own_state
-        self._wrapped_schedulers.append(scheduler)
+        self._wrapped.put(scheduler, "step", step_or_skip)
+        self._wrapped.put(scheduler, "state_dict", own_state)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -151,10 +149,7 @@ class MixedPrecisionMixin(lightning_bases.MixedPrecision):
 
     @override
     def teardown(self) -> None:
-        for scheduler in self._wrapped_schedulers:
-            for name in _WRAPPED:
-                vars(scheduler).pop(name, None)
-        self._wrapped_schedulers.clear()
+        self._wrapped.remove()
         super().teardown()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ort.compat.torch import tree_leaves
+from lightning_ort.compat.torch import tree_leaves, uses_tf32
 from lightning_ort.compiler.run_part import StepTimeReport
 from lightning_ort.config import ORTConfig
 from lightning_ort.strategies.whole_batches import is_made_of_tensors
@@ -57,7 +57,7 @@ def _precision(precision: str, is_ampere: bool) -> Iterator[str]:
     if not precision.startswith("32") or not is_ampere:
         return
     yield 'this GPU has bfloat16 tensor cores, and the run is in float32; Trainer(precision="bf16-mixed")'
-    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+    if not uses_tf32():
         yield 'TF32 is off; where the run stays in float32, Trainer(plugins=[ORTMatmulPrecision("high")])'
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compat.torch import replace_kernel
+from lightning_ort.compat.torch import CAN_REPLACE_KERNELS, replace_kernel
 from lightning_ort.compiler.executors.mask_kernel import MIN_ELEMENTS, mask_kernel, matches_torch
 from lightning_ort.compiler.machine.while_running import WhileRunning
 
@@ -28,11 +28,12 @@ class DropoutMasks:
         self.large, self.small = 0, 0  # calls in this run
         self._drawn_before = 0  # elements
 
-    def setup(self, device: torch.device) -> None:
-        """Begin a run that computes on a device."""
+    def setup(self, device: torch.device, cache_dir: str | None) -> None:
+        """Begin a run that computes on a device; ``cache_dir`` is where the function is kept."""
         self.large = self.small = 0
         self._drawn_before = mask_kernel().drawn
-        if device.type == "cpu" and matches_torch():
+        mask_kernel().cache_dir = cache_dir
+        if device.type == "cpu" and CAN_REPLACE_KERNELS and matches_torch():
             _replaced.begin(self)
 
     def begin_step(self) -> None:

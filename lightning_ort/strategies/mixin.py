@@ -26,12 +26,7 @@ from lightning_ort._arguments import check_keywords
 from lightning_ort._imports import LightningNamespace, namespace_of
 from lightning_ort._strategies import STRATEGIES, StrategyNames
 from lightning_ort.compat import lightning_bases
-from lightning_ort.compat.lightning import (
-    closure_before_clipping,
-    closure_of_step,
-    hide_leaf_spec_deprecation,
-    set_checkpoint_io,
-)
+from lightning_ort.compat.lightning import closure_of_step, hide_leaf_spec_deprecation, set_checkpoint_io
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.config import ORTConfig
@@ -48,9 +43,10 @@ from lightning_ort.strategies.host_memory import HostMemory, RetainedMemory
 from lightning_ort.strategies.lean.direct import OF_STEP
 from lightning_ort.strategies.lean.lean import Lean
 from lightning_ort.strategies.optimizers import SwapOptimizersCallback, choose_swap, steps_with_closure, swap_optimizers
+from lightning_ort.strategies.race.run_facts import STEPS, TRAINING
 from lightning_ort.strategies.race.turn import NO_CONTEXT
 from lightning_ort.strategies.report_delivery import ReportDelivery
-from lightning_ort.strategies.step_time import StepTime
+from lightning_ort.strategies.step_time import OPTIMIZER, STEP, StepTime
 from lightning_ort.strategies.whole_batches import whole_batches
 
 if TYPE_CHECKING:
@@ -58,6 +54,8 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
+
+    from lightning_ort.strategies.recording.window import Window
 
 _DEFAULT = ORTConfig()
 
@@ -108,8 +106,9 @@ class ORTMixin(lightning_bases.Strategy):
         self._delivery = ReportDelivery(self.ort_config.report)
         self._lean = Lean()
         self._accelerator_of_trainer: Accelerator | None = None
-        self._updates = self._records = False  # whether the update may be called without the closure, and recorded
+        self._updates = False  # whether the update may be called without the closure
         self._update: FusedUpdate | None = None
+        self._precision_step: Any = None
         self._in_backward = False
 
     @classmethod
@@ -126,7 +125,7 @@ class ORTMixin(lightning_bases.Strategy):
             cls.namespace = namespace
             stock: Any = next(base for base in cls.__mro__ if base.__module__.startswith(namespace.package))
             cls.stock_class = stock
-            cls.stock_step = {name: getattr(stock, name) for name in OF_STEP}
+            cls.stock_step = {name: getattr(stock, name) for name in (*OF_STEP, *STEPS)}
             cls.stock_backward = stock.backward
             read = super().precision_plugin.fget  # type: ignore[attr-defined]
             # Lightning reads it seven times a step, which a property that calls the other would double
@@ -159,7 +158,7 @@ class ORTMixin(lightning_bases.Strategy):
         for text in self._environment.describe():
             self.report.record_choice("settings", Reason(ReasonType.ENVIRONMENT, text))
         self.report.host_memory = self._memory.setup(self.root_device)
-        self._masks.setup(self.root_device)
+        self._masks.setup(self.root_device, self.ort_config.cache_dir)
         whole_batches.begin(self)
         self._times.setup()
         self.report.run.trainer_loop = self._lean.setup(trainer, self, self.ort_config.debug.trainer_loop)
@@ -184,19 +183,8 @@ class ORTMixin(lightning_bases.Strategy):
         # here for the callback too: the next step may be to split the optimizers' states
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         swap_optimizers(choose_swap(self._swap, callbacks, self.precision_plugin, self._environment.optim), trainer)
-        asked = self.ort_config.debug.record_step
-        self._updates = not asked and self.root_device.type == "cpu" and steps_with_closure(self, self.namespace)
-        self._records = asked and steps_with_closure(self, self.namespace, with_autocast=True)
-        if not asked:
-            return
-        from lightning_ort.optim.recorded_update import is_fused  # not at the top: it loads the passes
-
-        if not (self._records and all(map(is_fused, self.optimizers))):
-            self.say_of_recordings("the update is not recorded: torch's fused Adam, AdamW or SGD would be")
-
-    def say_of_recordings(self, text: str) -> None:
-        """Report what the setting ``record_step`` does not do in this run."""
-        self.report.record_choice("record_step", Reason(ReasonType.NO_EFFECT, text))
+        self._precision_step = type(self.precision_plugin).optimizer_step  # which is known
+        self._updates = self.root_device.type == "cpu" and steps_with_closure(self, self.namespace)
 
     @override
     def on_train_start(self) -> None:
@@ -214,15 +202,21 @@ class ORTMixin(lightning_bases.Strategy):
         times.steps += 1
         if times.steps >= times.next_look:
             times.look(self.lightning_module.trainer)  # type: ignore[union-attr]
+        step = times.timed(STEP, super().training_step)
         with self._capture.step("training_step"):
-            return super().training_step(*args, **kwargs)
+            return step(*args, **kwargs)
 
     @property
     def is_stock_step(self) -> bool:
         """Whether a step is what Lightning and this class make of it, and its update may be called directly."""
-        return self._updates and all(
-            getattr(type(self), name) is getattr(ORTMixin, name) and getattr(self.stock_class, name) is stock
-            for name, stock in self.stock_step.items()
+        return self._updates and self.is_stock(*OF_STEP)
+
+    def is_stock(self, *names: str) -> bool:
+        """Return whether methods are what Lightning and this class make of them."""
+        return all(
+            getattr(type(self), name) is getattr(ORTMixin, name)
+            and getattr(self.stock_class, name) is self.stock_step[name]
+            for name in names
         )
 
     @property
@@ -248,32 +242,29 @@ class ORTMixin(lightning_bases.Strategy):
             return self.stock_backward(*args, **kwargs)
         self._in_backward = True
         try:
-            return self._capture.backward(super().backward, *args, **kwargs)
+            return self._times.timed(STEP, self._capture.backward)(super().backward, *args, **kwargs)
         finally:
             self._in_backward = False
 
     @override
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        if self._records and not kwargs and may_update(optimizer):
-            module = model or self.lightning_module
-            result, clip, asked = closure_before_clipping(self.precision_plugin, module, optimizer, closure)
-            recorded = self._capture.update(optimizer)
-            with only_own_hooks(optimizer):
-                if recorded is not None:
-                    recorded.step(clip, asked)
-                else:
-                    clip()
-                    optimizer.step()
-            return result
-        is_stock = self._updates and self.stock_class.optimizer_step is self.stock_step["optimizer_step"]
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._times.timed(OPTIMIZER, self._optimizer_step)(*args, **kwargs)
+
+    def _optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        is_stock = (
+            self._updates
+            and self.stock_class.optimizer_step is self.stock_step["optimizer_step"]
+            and type(self.precision_plugin).optimizer_step is self._precision_step
+        )
         if kwargs or not is_stock or not may_update(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        step = optimizer.step
         result = closure_of_step(self.precision_plugin, model or self.lightning_module, optimizer, closure)
-        self.update(optimizer)
+        self.update(optimizer, step)
         return result
 
-    def update(self, optimizer: Any) -> None:
-        """Do what ``optimizer.step()`` does, where :func:`may_update` has allowed it before the step."""
+    def update(self, optimizer: Any, step: Callable[[], Any]) -> None:
+        """Do what ``step`` of an optimizer does, where :func:`may_update` has allowed it before the training step."""
         if (update := self._update) is None or update.optimizer is not optimizer:
             update = self._update = FusedUpdate(optimizer)
         training = self._capture.training
@@ -283,7 +274,31 @@ class ORTMixin(lightning_bases.Strategy):
         with NO_CONTEXT if training is None or is_plain else training.turn.around_update():
             if is_plain or not update():
                 with only_own_hooks(optimizer):
-                    optimizer.step()
+                    step()
+
+    def may_have_window(self, name: str) -> bool:
+        """Return whether the last step of this name was replayed, so that the next may be one of many."""
+        step = self._capture.running.get(name)
+        return step is not None and step.recorded.last is not None
+
+    def begin_window(self, name: str, loader: int, optimizer: Any) -> "Window | None":
+        """Return what replays the next steps without a look in between, and updates parameters in a fit."""
+        step, fused, update = self._capture.running.get(name), self._update, None
+        if step is None or (window := step.window(loader)) is None:
+            return None
+        if name == TRAINING:
+            is_known = fused is not None and fused.optimizer is optimizer
+            if not is_known or (update := fused.with_gradients(window.parameters)) is None:  # type: ignore[union-attr]
+                return None
+            window.steps = min(window.steps, self._times.next_look - self._times.steps - 2)
+        window.begin(update, step.turn)
+        return window
+
+    def end_window(self, name: str, window: "Window") -> None:
+        """Count the steps of a window."""
+        self._capture.running[name].end_window(window)
+        if name == TRAINING:
+            self._times.steps += window.done
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,13 +10,12 @@ from lightning_ort._arguments import names_its_arguments
 from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning import WRAP_CLOSURE
-from lightning_ort.compat.lightning_sources import unknown_function
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.optim import registry
 from lightning_ort.optim.registry import OptimName
 from lightning_ort.optim.swap import OptimizerSwap
 from lightning_ort.precision.bfloat16 import BFloat16Mixin
-from lightning_ort.precision.mixed import MixedPrecisionMixin
+from lightning_ort.strategies.lean.known import FITS, unknown_parts
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -91,25 +90,19 @@ def choose_swap(
     return swap
 
 
-def steps_with_closure(strategy: "Strategy", namespace: LightningNamespace, with_autocast: bool = False) -> bool:
+def steps_with_closure(strategy: "Strategy", namespace: LightningNamespace) -> bool:
     """Return whether a step is Lightning's: the closure, the hooks and clipping, then the optimizer's update.
 
-    Other precision plugins, such as one with a scaler, and wrappers of several processes do more. ``with_autocast``:
-    whether the closure may run under autocast.
+    Other precision plugins, such as one with a scaler, and wrappers of several processes do more.
     """
     precision = namespace.submodule("plugins.precision.precision").Precision
     base = namespace.submodule("strategies.strategy").Strategy
     own: Any = next(kind for kind in type(strategy).__mro__ if kind.__module__.startswith(namespace.package))
     kind: Any = type(strategy.precision_plugin)
-    is_plain = kind.optimizer_step is precision.optimizer_step or (
-        # without a scaler it does the same
-        with_autocast
-        and MixedPrecisionMixin.optimizer_step is kind.optimizer_step
-        and strategy.precision_plugin.precision == "bf16-mixed"
-    )
+    is_plain = kind.optimizer_step is precision.optimizer_step
     is_plain = is_plain and getattr(kind, WRAP_CLOSURE) is getattr(precision, WRAP_CLOSURE)
     # somebody may have put something in the place of Lightning's own
-    return is_plain and own.optimizer_step is base.optimizer_step and not unknown_function(namespace)
+    return is_plain and own.optimizer_step is base.optimizer_step and not {"", FITS} & unknown_parts(namespace).keys()
 
 
 def swap_optimizers(swap: OptimizerSwap, trainer: "pl.Trainer") -> None:

@@ -9,9 +9,8 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
@@ -23,8 +22,8 @@ from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning import hand_over, wrap_start_of_scripts
 from lightning_ort.compat.torch import default_store
 from lightning_ort.compiler.report import CompileReport
-from lightning_ort.strategies.distributed import relaunch, watchdog
-from lightning_ort.strategies.distributed.sigterm import STATUS, CoordinatedSigterm
+from lightning_ort.strategies.distributed import relaunch
+from lightning_ort.strategies.distributed.ending import Ending, launching
 from lightning_ort.strategies.mixin import ORTMixin
 
 if TYPE_CHECKING:
@@ -46,8 +45,7 @@ class ORTParallelMixin(ORTMixin, lightning_bases.ParallelStrategy):
     """
 
     _store: "torch.distributed.Store | None" = None
-    _sigterm: CoordinatedSigterm | None = None
-    _watchdog: watchdog.ParentWatchdog | None = None
+    _ending: Ending | None = None  # while a run lasts
 
     @property
     @override
@@ -59,14 +57,12 @@ class ORTParallelMixin(ORTMixin, lightning_bases.ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._watchdog = watchdog.start_watchdog(self.local_rank)
+        assert self.lightning_module is not None
+        self._ending = Ending(self.lightning_module.trainer)
+        self._ending.start()  # first, as the process that has started this one may be killed at any time
         super().setup_environment()
         self._store = open_run_store(self)
-        # a status other than 0 of a process that rank 0 started makes Lightning kill rank 0
-        status = 0 if self.local_rank > 0 and watchdog.is_launched_by_rank_zero(self.local_rank) else STATUS
-        assert self.lightning_module is not None
-        self._sigterm = CoordinatedSigterm(self.lightning_module.trainer, self._store, status)
-        self._sigterm.install()
+        self._ending.open(self._store)
 
     @property
     def agree(self) -> Callable[[str, dict[str, Any]], dict[str, Any]] | None:
@@ -75,52 +71,45 @@ class ORTParallelMixin(ORTMixin, lightning_bases.ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._sigterm is not None:
-            self._sigterm.remove()
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        self._sigterm = self._watchdog = self._store = None
+        if self._ending is not None:
+            self._ending.close()
+        self._ending = self._store = None
         super().teardown()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._sigterm is not None and self._sigterm.agreed and isinstance(exception, SystemExit):
-            self._sigterm.save_and_exit(exception)
-        elif isinstance(exception, Exception):
-            watchdog.report_lost_processes(exception, self._watchdog, self.local_rank)
+        if self._ending is not None:
+            self._ending.on_exception(exception)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if self._sigterm is not None:
-            self._sigterm.on_train_batch_start()
+        if self._ending is not None:
+            self._ending.on_train_batch_start()
 
     @override
     def _evaluation_step(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._sigterm is not None and self._sigterm.on_evaluation_step():
+        if self._ending is not None and self._ending.on_evaluation_step():
             # not after the batch: Lightning resumes a validation that was left within a batch, and skips the rest of
             # one that was left between two batches
             raise self.namespace.submodule("utilities.exceptions").SIGTERMException
         return super()._evaluation_step(name, step, *args, **kwargs)
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        with self._patience():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._ending is not None:  # here begins what callbacks save together
+            self._ending.before_collective()
+        return super().lightning_module_state_dict()
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._patience():  # the others wait here for the one that saves
-            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
-
-    def _patience(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._sigterm is None else self._sigterm.patience()
+        if self._ending is not None:
+            self._ending.before_collective()
+        super().barrier(*args, **kwargs)  # type: ignore[safe-super]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_store": None, "_sigterm": None, "_watchdog": None}
+        return {**super().__getstate__(), "_store": None, "_ending": None}
 
 
 def _report_of(trainer: Any) -> dict[str, Any]:
@@ -134,7 +123,7 @@ def _set_report(trainer: Any, report: dict[str, Any]) -> None:
 
 @contextmanager
 def _starting(launcher: Any) -> Iterator[None]:
-    with relaunch.as_started(), watchdog.launching(launcher):
+    with relaunch.as_started(), launching(launcher):
         yield
 
 
@@ -175,7 +164,10 @@ def agree(store: "torch.distributed.Store", key: str, measured: dict[str, Any]) 
     that was measured here too is returned: a process must not use timings of something that it does not have, such as
     an engine that failed in it.
     """
-    published = json.loads(store.compare_set(f"placement/{key}", "", json.dumps(measured)))
+    try:
+        published = json.loads(store.compare_set(f"placement/{key}", "", json.dumps(measured)))
+    except RuntimeError:  # the process that hosts the store has ended, maybe as its part of the work was done
+        return measured
     common = {name: published[name] for name in measured if name in published}
     if common.keys() != measured.keys():
         log.debug("%s: measured %s here, published is %s", key, measured, published)

@@ -103,7 +103,7 @@ def facts_of(trainer: "pl.Trainer") -> dict[str, str]:
     device = trainer.strategy.root_device
     if device.type == "cuda":  # on a CPU nothing may wake up CUDA: a process that has cannot fork
         machine += f", {torch.cuda.get_device_name(device)}"
-    names = ("lightning-ort", "torch", trainer.strategy.namespace.distribution, *kernels.DISTRIBUTIONS)  # type: ignore[attr-defined]
+    names = ("lightning-ort", "torch", trainer.strategy.namespace.distribution, *kernels.builds())  # type: ignore[attr-defined]
     return {
         "model": type(trainer.lightning_module).__name__,
         "date": datetime.now().isoformat(" ", "minutes"),

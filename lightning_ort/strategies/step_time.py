@@ -24,9 +24,9 @@ _LARGEST = 1.5  # of the median: a step that takes longer has done something els
 class StepTime:
     """Watches a few steps of a fit, ever more rarely; what it found last is in :attr:`found`.
 
-    While it watches, the strategy's methods and what the Trainer fetches batches from are wrapped. In all other steps
-    it costs what :attr:`steps` and :attr:`next_look` do: the strategy counts the one, and calls :meth:`look` when it
-    has reached the other.
+    While it watches, the strategy calls methods that are :meth:`timed`, and what the Trainer fetches batches from is
+    wrapped. In all other steps the strategy counts :attr:`steps`, and calls :meth:`look` when they reach
+    :attr:`next_look`.
     """
 
     def __init__(self) -> None:
@@ -50,6 +50,10 @@ class StepTime:
             self.teardown()
             self.next_look = _RARER * self.steps
 
+    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method, whose time is that of a part of the step while somebody watches."""
+        return call if self._watch is None else self._watch.timed(part, call)
+
     def teardown(self) -> None:
         """Stop to watch; a second call does nothing."""
         if self._watch is not None:
@@ -61,22 +65,17 @@ class _Watch:
     """Attributes the time to the parts of a step; what is none of the others is the Trainer's."""
 
     def __init__(self, trainer: "pl.Trainer") -> None:
-        self._trainer, self._strategy = trainer, trainer.strategy
+        self._trainer, self._device = trainer, trainer.strategy.root_device
         self._batches = trainer.accumulate_grad_batches
         self._within = [TRAINER]
         self._parts = dict.fromkeys(STEP_PARTS, 0.0)
         self._steps: list[dict[str, float]] = []
         self._batch, self._tried = -1, 0  # the one in which it begins is not seen from its start
-        self._wrapped = {
-            name: self._timed(part, getattr(self._strategy, name))
-            for name, part in (("training_step", STEP), ("backward", STEP), ("optimizer_step", OPTIMIZER))
-        }
-        vars(self._strategy).update(self._wrapped)
         # a step that logs calls the Trainer; captured steps know the attribute `log` as it is
         log: Any = vars(trainer.lightning_module).get("log")
         self._log: LeanLog | None = log.__self__ if is_lean(log) else None
         if self._log is not None:
-            self._log.timed = self._timed(TRAINER, self._untimed_log)
+            self._log.timed = self.timed(TRAINER, self._untimed_log)
         self._iterator = self._timed_iterator()
         self._since, self._stopwatch = self._now(), Stopwatch()
 
@@ -94,9 +93,6 @@ class _Watch:
         return len(self._steps) == _MEASURED or self._tried == _TRIED
 
     def stop(self) -> None:
-        for name, wrapped in self._wrapped.items():
-            if vars(self._strategy).get(name) is wrapped:
-                del vars(self._strategy)[name]
         if self._log is not None:
             self._log.timed = None
         fetcher = train_fetcher(self._trainer)
@@ -122,7 +118,9 @@ class _Watch:
         ms = {part: 1e3 * sum(parts[part] for parts in usual) / len(usual) for part in STEP_PARTS}
         return StepTimeReport(ms, slowdown=self._stopwatch.slowdown)
 
-    def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose time is that of a part."""
+
         @functools.wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._charge()
@@ -137,7 +135,7 @@ class _Watch:
 
     def _timed_iterator(self) -> "_TimedIterator":
         fetcher = train_fetcher(self._trainer)
-        fetcher.iterator = timed = _TimedIterator(fetcher.iterator, self._timed)
+        fetcher.iterator = timed = _TimedIterator(fetcher.iterator, self.timed)
         return timed
 
     def _charge(self) -> None:
@@ -146,8 +144,8 @@ class _Watch:
         self._since = now
 
     def _now(self) -> float:
-        if self._strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(self._strategy.root_device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return perf_counter()
 
 

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,28 +13,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from lightning_ort._imports import LightningNamespace, is_inherited, namespace_of, preferred_namespace
-from lightning_ort._memory import free_bytes
 from lightning_ort.callbacks.export_onnx import ExportOnnxCallback
-from lightning_ort.compat.dynamo import compile_isolated
-from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
 from lightning_ort.tuning import candidate as candidates
 from lightning_ort.tuning.candidate import MEASURED, Candidate, TuneError, configured
-from lightning_ort.tuning.trainer_process import (
-    ENDLESS,
-    Sample,
-    TrainerProcess,
-    make_sampler,
-    namespace_of_class,
-    start_method,
-    summary_of,
-    uninterrupted,
-)
+from lightning_ort.tuning.trainer_process import ENDLESS, Sample, TrainerProcess, make_sampler, namespace_of_class
 
-GIVEN = "GivenLoader"
 # of Lightning: those end a run, write files, or show what nobody sees in a trial
 _DROPPED = ("EarlyStopping", "Checkpoint", "ProgressBar", "ModelSummary", "Timer", "DeviceStatsMonitor")
 
@@ -50,7 +37,6 @@ class Project:
     data_args: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments for it
     config: Mapping[str, Any] | None = None  # a LightningCLI configuration, or ``None``
     accelerator: str = "auto"  # the Trainer's, if there is no configuration
-    devices: int = 1  # processes
     seed: int = 0  # for the initial weights and the order of the data
     # settings of ``ORTConfig`` for the candidates that train under a strategy of this package
     ort_config: Mapping[str, Any] = field(default_factory=dict)
@@ -74,13 +60,11 @@ class Project:
     def batch_argument(self) -> candidates.Path | None:
         """Where in a configuration the data's ``batch_size`` is; ``None`` if no class has such an argument."""
         section = (self.config or {}).get("data")
-        in_subclass_mode = isinstance(section, Mapping) and "class_path" in section
-        kind = _imported(section["class_path"]) if in_subclass_mode else self.data  # type: ignore[index]
+        path = section.get("class_path") if isinstance(section, Mapping) else None
+        kind = _imported(path) if path else self.data
         if not isinstance(kind, type) or "batch_size" not in inspect.signature(kind).parameters:
             return None
-        return (
-            ("data", "init_args", "batch_size") if in_subclass_mode or self.config is None else ("data", "batch_size")
-        )
+        return ("data", "init_args", "batch_size") if path or self.config is None else ("data", "batch_size")
 
     def base(self) -> dict[str, Any]:
         """Return the user's configuration, or one with what a configuration can name of the module and the data."""
@@ -95,16 +79,23 @@ class Project:
         return made
 
 
-def start(project: Project, candidate: Candidate, folder: Path) -> TrainerProcess:
-    """Start a process that trains as a candidate says, and waits to be told how many steps."""
-    return TrainerProcess(partial(_trial, project, candidate), folder)
+def start(
+    project: Project, candidate: Candidate, folder: Path, after: Callable[[Any], Any] | None = None
+) -> TrainerProcess:
+    """Start a process that trains as a candidate says, and waits to be told how many steps.
+
+    Its ``finish`` returns what ``after``, which is pickled, returns for its Trainer.
+    """
+    return TrainerProcess(partial(_trial, project, candidate, after), folder)
 
 
-def _trial(project: Project, candidate: Candidate, connection: Connection, folder: Path) -> Any:
+def _trial(
+    project: Project, candidate: Candidate, after: Callable[[Any], Any] | None, connection: Connection, folder: Path
+) -> Any:
     steps = connection.recv()
     os.environ.setdefault("LIGHTNING_ORT_CONFIG", json.dumps(MEASURED))
     trainer = train(project, candidate, folder, lambda namespace: [make_sampler(namespace, connection, steps)])
-    return summary_of(trainer.strategy)
+    return after and after(trainer)
 
 
 def train(
@@ -112,16 +103,11 @@ def train(
 ) -> Any:
     """Train until a callback ends it, and return the Trainer."""
     namespace = project.namespace
-    limits = {
-        **ENDLESS,
-        "default_root_dir": folder,
-        "num_sanity_val_steps": 0,
-        "limit_val_batches": 1,
-        "enable_checkpointing": False,
-    }
+    made = configured(project.base(), candidate, project.batch_argument, namespace, project.ort_config)
+    logger = namespace.submodule("loggers").CSVLogger(str(folder))
+    limits = {**ENDLESS, "devices": 1, "default_root_dir": folder, "logger": logger}
     if project.config is not None:
-        made = _configured(project, candidate, namespace)
-        return _train_configured(project, candidate, made, namespace, callbacks(namespace), limits, folder)
+        return _train_configured(project, candidate, made, callbacks(namespace), limits, folder)
     namespace.load().seed_everything(project.seed, workers=True, verbose=False)
     module = project.module(**project.args) if _makes(project.module) else project.module
     namespace = namespace_of_class(type(module))
@@ -129,60 +115,34 @@ def train(
     if project.batch_argument is not None and candidate.batch_size is not None:
         data_args["batch_size"] = candidate.batch_size
     data = project.data(**data_args) if _makes(project.data) else project.data
-    if data is not None and not isinstance(data, namespace.load().LightningDataModule):
-        data = given(data, namespace)
-    settings = _configured(project, candidate, namespace)["trainer"]
-    trainer_args = {name: built(value) for name, value in settings.items()}
-    trainer_args["callbacks"] = [*trainer_args.get("callbacks", []), *callbacks(namespace)]
-    logger = namespace.submodule("loggers").CSVLogger(str(folder))
-    trainer = namespace.load().Trainer(**{"logger": logger, "devices": 1, **trainer_args, **limits})
-    _prepare(module, candidate, namespace)
+    settings = {name: built(value) for name, value in made["trainer"].items()}
+    settings["callbacks"] = [*settings.get("callbacks", []), *callbacks(namespace)]
+    trainer = namespace.load().Trainer(**settings | limits)
+    _prepare(trainer, module, candidate, namespace)
     trainer.fit(module, data)
     return trainer
-
-
-def _configured(project: Project, candidate: Candidate, namespace: LightningNamespace) -> dict[str, Any]:
-    made = configured(
-        project.base(), candidate, project.batch_argument, namespace, project.devices, project.ort_config
-    ).config
-    if candidate.has_several_processes:
-        _start_from_here(made["trainer"])
-    elif candidate.engine is None:  # of several processes only those of its own strategies can be measured
-        made["trainer"]["devices"] = 1
-    return made
-
-
-def _start_from_here(trainer: dict[str, Any]) -> None:
-    """Have a strategy start its processes from this one: started anew, the script would be this command."""
-    if isinstance(trainer["strategy"], str):
-        trainer["strategy"] += f"_{start_method()}"
-    else:
-        trainer["strategy"].setdefault("init_args", {})["start_method"] = start_method()
 
 
 def _train_configured(
     project: Project,
     candidate: Candidate,
     config: dict[str, Any],
-    namespace: LightningNamespace,
     callbacks: list[Any],
     limits: dict[str, Any],
     folder: Path,
 ) -> Any:
     """Do what ``python project.py fit --config`` does."""
-    trainer = config["trainer"] = dict(config.get("trainer") or {})
-    kept = trainer.get("callbacks") or []
-    kept = kept if isinstance(kept, list) else [kept]
-    trainer["callbacks"] = [one for one in kept if not _is_dropped(one, namespace)]
-    trainer["logger"] = {"class_path": f"{namespace.package}.loggers.CSVLogger", "init_args": {"save_dir": str(folder)}}
+    namespace = project.namespace
+    config["trainer"]["logger"] = False  # until the Trainer is made
     config.pop("ckpt_path", None)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
     class Cli(namespace.submodule("cli").LightningCLI):  # type: ignore[misc]
         model: Any
+        trainer: Any
 
         def before_fit(self) -> None:
-            _prepare(self.model, candidate, namespace)
+            _prepare(self.trainer, self.model, candidate, namespace)
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             return super().instantiate_trainer(**kwargs, **limits)
@@ -196,40 +156,32 @@ def _train_configured(
     ).trainer
 
 
-def _dropped(namespace: LightningNamespace) -> tuple[type, ...]:
-    callbacks = namespace.submodule("callbacks")
-    return (*(getattr(callbacks, name) for name in _DROPPED), ExportOnnxCallback)
-
-
-def _is_dropped(callback: Any, namespace: LightningNamespace) -> bool:
-    path = str(callback.get("class_path", "")) if isinstance(callback, Mapping) else str(callback)
-    found = _imported(path) or getattr(namespace.submodule("callbacks"), path, None)
-    return isinstance(found, type) and issubclass(found, _dropped(namespace))
-
-
-def _prepare(module: Any, candidate: Candidate, namespace: LightningNamespace) -> None:
+def _prepare(trainer: Any, module: Any, candidate: Candidate, namespace: LightningNamespace) -> None:
     if candidate.engine == "compile":
+        from lightning_ort.compat.dynamo import compile_isolated  # not at the top: not every torch has what it needs
+        from lightning_ort.strategies.capture.shims import ModuleShims, callable_children
+
         # not torch.compile(module), which captures training_step: in Lightning 2.6 self.log cannot be traced
         # isolated: the frames around children are one function to dynamo, which leaves all after the eighth as they are
         ModuleShims(callable_children(module), compile_isolated).install()
+    trainer.callbacks = _kept(trainer.callbacks, namespace)
     module.configure_callbacks = partial(_callbacks_of, module.configure_callbacks, namespace)
 
 
 def _callbacks_of(configure_callbacks: Callable[[], Any], namespace: LightningNamespace) -> list[Any]:
     found = configure_callbacks()
-    found = list(found) if isinstance(found, Sequence) else [found]
-    return [one for one in found if not isinstance(one, _dropped(namespace))]
+    return _kept(found if isinstance(found, Sequence) else [found], namespace)
+
+
+def _kept(callbacks: Sequence[Any], namespace: LightningNamespace) -> list[Any]:
+    known = namespace.submodule("callbacks")
+    dropped = (*(getattr(known, name) for name in _DROPPED), ExportOnnxCallback)
+    return [one for one in callbacks if not isinstance(one, dropped)]
 
 
 def _makes(value: Any) -> bool:
     """Whether a value is a class or function rather than a module or data: a LightningModule can be called too."""
     return isinstance(value, (type, partial)) or inspect.isroutine(value)
-
-
-def given(loader: Any, namespace: LightningNamespace) -> Any:
-    """Return a LightningDataModule of a DataLoader; it can be pickled, which strategies that spawn processes do."""
-    made = {"train_dataloader": lambda self: loader, "__reduce__": lambda self: (given, (loader, namespace))}
-    return type(GIVEN, (namespace.load().LightningDataModule,), made)()
 
 
 def _imported(path: str | None) -> Any:
@@ -256,7 +208,6 @@ class ProcessRunner:
     def __init__(self, project: Project, folder: Path) -> None:
         self._project, self._folder = project, folder
         self._processes: dict[Candidate, TrainerProcess] = {}
-        self._started = 0
 
     def clock(self) -> float:
         """Return the time in seconds."""
@@ -265,8 +216,7 @@ class ProcessRunner:
     def sample(self, candidate: Candidate, steps: int, timeout: float) -> Sample:
         """Let a candidate train for so many batches; the errors are those of :class:`TrainerProcess`."""
         if candidate not in self._processes:
-            self._started += 1
-            folder = self._folder / f"{self._started:02d} {candidate}".replace("/", "_")[:100]
+            folder = Path(tempfile.mkdtemp(dir=self._folder))
             self._processes[candidate] = start(self._project, candidate, folder)
         return self._processes[candidate].sample(steps, timeout)
 
@@ -277,10 +227,5 @@ class ProcessRunner:
 
     def stop_all(self) -> None:
         """End all processes."""
-        with uninterrupted():
-            for candidate in list(self._processes):
-                self.stop(candidate)
-
-    def free_memory(self) -> int | None:
-        """Return the free bytes of the GPU, or else of the machine."""
-        return free_bytes(torch.device("cuda") if torch.cuda.is_available() else None)
+        for candidate in list(self._processes):
+            self.stop(candidate)

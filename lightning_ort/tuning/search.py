@@ -1,38 +1,28 @@
-"""The search: :class:`Search` has candidates train in turns, stage by stage, until the time is up.
+"""The search: :class:`Search` asks Optuna what to try next, and has it train in turns with the user's own settings.
 
-Trials of a stage run alternately, with the user's own settings and with the best so far, so that what else the machine
-does hits all of them. After a few rounds those that are clearly slower leave, and of many the slower half. A challenger
-wins if it is clearly faster than the best, fits into the memory, and its loss is that of float32.
+Each dimension of the space is varied alone around the best so far, since ten to twenty trials are all that minutes
+allow; Optuna's sampler combines them in the time that is left. Successive halving ends a trial that is not among the
+faster half after a few rounds. A trial wins if it is clearly faster than the best, and its loss is that of float32.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+
+import optuna
+from optuna.trial import TrialState
 
 from lightning_ort.tuning.candidate import Candidate
 from lightning_ort.tuning.measuring import MIN_ROUNDS, Measurer
 from lightning_ort.tuning.probe import Facts
 from lightning_ort.tuning.project import ProcessRunner
-from lightning_ort.tuning.space import Limits, Option, Stage, TuneError, base, memory_stage, reference, stages
-from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed, uninterrupted
-from lightning_ort.tuning.trials import LEAST, Departure, Trial, departure, fastest, sketch, speed
+from lightning_ort.tuning.space import Limits, at, dimensions
+from lightning_ort.tuning.trainer_process import TimeIsUp, VariantFailed
+from lightning_ort.tuning.trials import LEAST, Departure, Outcome, Speed, Trial, departure, speed
 
 _MAX_ROUNDS = 6
 _LEAST_GAIN = 1.03  # less is not worth a line in a configuration, nor told from noise
 _FINAL_ROUNDS = 8
+_COMBINED = 6  # trials of Optuna's sampler at most
 _SHARE_FOR_OWN = 0.5  # of the time: if the user's own settings need more until measured, nothing else can be tried
-_SLOW_START = "training with your own settings takes so long to start that nothing can be compared with it"
-_ROOM = 0.7  # of the free memory
-
-
-@dataclass
-class Outcome:
-    """What a search found."""
-
-    own: Trial
-    best: Trial
-    trials: list[Trial]
-    notes: list[str] = field(default_factory=list)
 
 
 class Search:
@@ -51,230 +41,154 @@ class Search:
         deadline: float,
         listen: Callable[[str, str], None] = lambda doing, best: None,
     ) -> None:
-        self._facts, self._limits, self._plain, self._runner = facts, limits, plain, runner
-        self._deadline, self._listen = deadline, listen
-        self._seconds = deadline - runner.clock()  # what is left of those that the user allows
-        self._measurer = Measurer(facts, limits, runner, deadline, self._tell)
+        self._facts, self._limits, self._plain, self._listen = facts, limits, plain, listen
+        self._measurer = Measurer(facts, runner, deadline, self._tell)
+        self._own = self._best = self._measurer.trial(Candidate(), "what you have")
+        self._chosen: dict[str, int] = {}  # what the best is made of
 
     def run(self) -> Outcome:
-        """Search; ``KeyboardInterrupt`` ends it with the best so far. ``TuneError`` if nothing can be compared."""
-        own = self._trial(Option(Candidate(), "what you have"), "yours")
-        self._own = self._best = own
+        """Search; ``KeyboardInterrupt`` ends it with the best so far.
+
+        Errors are those of the user's own settings: ``VariantFailed``, or ``TimeIsUp`` if nothing can be compared.
+        """
+        measurer, own = self._measurer, self._own
+        verbosity = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         try:
-            self._search(own)
+            self._search()
         except KeyboardInterrupt:
-            self._measurer.notes.append("interrupted: the best of what was finished")
+            measurer.notes.append("interrupted: the best of what was finished")
             if not own.rounds:
                 raise
-        with uninterrupted():
-            for candidate in list(self._measurer.running):
-                self._measurer.stop(candidate)
-        if wrong := self._violation(self._best):
-            raise TuneError(f"Nothing that was finished is as asked for: the best {wrong}. {self._reasons()}")
-        compared = self._reference(self._best)
-        if self._best not in (own, compared) and self._best.loss_difference is None:
-            why = "nothing was trained in float32 with this batch" if compared is None else "there are too few losses"
-            self._measurer.notes.append(f"the loss of {self._best.candidate} was not compared with float32's: {why}")
-        return Outcome(own, self._best, self._measurer.trials, self._measurer.notes)
+        finally:
+            optuna.logging.set_verbosity(verbosity)
+        for candidate in list(measurer.running):
+            measurer.stop(candidate)
+        if self._best not in (own, self._reference()) and self._best.loss_difference is None:
+            why = "nothing was trained in float32" if self._reference() is None else "there are too few losses"
+            measurer.notes.append(f"the loss of {self._best.candidate} was not compared with float32's: {why}")
+        return Outcome(own, self._best, measurer.trials, measurer.notes)
 
-    def _search(self, own: Trial) -> None:
-        self._warm_up_own(own)
-        if self._limits.memory is not None and own.peak is None:
-            self._measurer.notes.append("--memory was not checked: this system does not tell what a process takes")
-        self._measurer.bar = None if self._violation(own) else own
-        start = base(self._facts, self._limits)
-        if start != own.candidate:
-            self._stage(Stage("batch size", lambda best: [Option(start, "the effective batch that was asked for")]))
-            if self._best is own:
-                raise TuneError(f"Nothing trains with the effective batch that was asked for: {self._reasons()}")
-        if not self._fits(self._best):
-            self._stage(memory_stage(self._facts, self._limits))
-            self._check_that_something_fits()
-        for stage in stages(self._facts, self._limits, self._plain):
-            self._stage(stage)
+    def _search(self) -> None:
+        own = self._own
+        self._warm_up_own()
+        found = dimensions(self._facts, self._limits, self._plain)
+        study = optuna.create_study(
+            direction="maximize",
+            sampler=optuna.samplers.TPESampler(n_startup_trials=1, seed=0),
+            pruner=optuna.pruners.SuccessiveHalvingPruner(MIN_ROUNDS, reduction_factor=2),
+        )
+        space: dict[str, optuna.distributions.BaseDistribution] = {
+            name: optuna.distributions.CategoricalDistribution(range(len(options) + 1))
+            for name, options in found.items()
+        }
+
+        def step() -> Trial:
+            asked = study.ask(space)
+            state, before = TrialState.COMPLETE, self._best
+            trial = self._tried(*at(found, asked.params), asked)
+            if self._best is not before:
+                self._chosen = dict(asked.params)
+            value = speed(trial, own)
+            if value is None or trial.verdict in ("failed", "refused", "skipped"):
+                state = TrialState.FAIL
+            study.tell(asked, value.median if value and state is TrialState.COMPLETE else None, state)
+            return trial
+
+        for name, options in found.items():
+            around = dict.fromkeys(space, 0) | self._chosen
+            for number in range(1, len(options) + 1):
+                study.enqueue_trial(around | {name: number})
+                step()
+        for _ in range(_COMBINED):
+            if step().verdict == "skipped":
+                break
+        self._measurer.release()
         self._confirm()
 
-    # one stage
+    def _warm_up_own(self) -> None:
+        own, measurer = self._own, self._measurer
+        measurer.warm_up(own, _SHARE_FOR_OWN * measurer.seconds)
+        measurer.sample_all([own])
+        if own.verdict == "failed":
+            raise VariantFailed(own.why)
+        if measurer.time_left() < (1 - _SHARE_FOR_OWN) * measurer.seconds:
+            raise TimeIsUp
+        measurer.keep_for_the_end()
 
-    def _stage(self, stage: Stage) -> None:
-        tried = {trial.candidate for trial in self._measurer.trials}
-        options = [one for one in stage.options(self._best.candidate) if one.candidate not in tried]
-        unique = list({one.candidate: one for one in options}.values())
-        at_once = self._at_once()
-        for first in range(0, len(unique), at_once):
-            self._race(stage, unique[first : first + at_once])
-
-    def _at_once(self) -> int:
-        """Return how many challengers may run beside the best and the user's own settings."""
-        free, needed = self._runner.free_memory(), self._own.peak
-        if free is None or not needed:
-            return 4
-        return max(1, min(5, int(_ROOM * free / needed) - 1))
-
-    def _race(self, stage: Stage, options: Sequence[Option]) -> None:
-        challengers = [trial for one in options if (trial := self._warmed_up(one, stage.name)) is not None]
-        if not challengers:
-            return
-        racing = list(challengers)
+    def _tried(self, candidate: Candidate, reason: str, asked: optuna.Trial) -> Trial:
+        """Have a candidate train in turns with the user's own settings; it is the best if it wins."""
+        measurer, own, before = self._measurer, self._own, self._best
+        if known := [trial for trial in measurer.trials if trial.candidate == candidate]:
+            return known[0]
+        trial = measurer.trial(candidate, reason)
+        if not measurer.start(trial):
+            return trial
         for number in range(1, _MAX_ROUNDS + 1):
-            if not self._measurer.time_for_round([self._own, self._best, *racing], self._measurer.reserve()):
+            if not measurer.time_for_round([own, trial]):
                 break
-            self._measurer.sample_all([self._own, self._best, *racing], self._measurer.reserve())
-            racing = [trial for trial in racing if trial.verdict == "measured"]
-            if number >= MIN_ROUNDS:
-                racing = self._still_racing(racing, halve=number == MIN_ROUNDS)
-                if self._is_decided(racing):
-                    break
-            if not racing:
+            measurer.sample_all([own, trial])
+            if trial.verdict != "measured" or (found := speed(trial, own)) is None:
                 break
-        self._decide(challengers)
-
-    def _still_racing(self, racing: list[Trial], halve: bool) -> list[Trial]:
-        """Leave out those that are clearly slower than the best or the fastest of them, and the slower half of many."""
-        ranked = fastest(racing, self._best)
-        kept = []
-        for trial in ranked:
-            against = [found for other in (self._best, ranked[0]) if (found := speed(trial, other))]
-            if trial is ranked[0] or all(found.high >= 1 for found in against):
-                kept.append(trial)
-        return kept[: math.ceil(len(ranked) / 2)] if halve and len(ranked) > 2 else kept
-
-    def _is_decided(self, racing: list[Trial]) -> bool:
-        if not racing:
-            return True
-        found = speed(racing[0], self._best)
-        return len(racing) == 1 and found is not None and found.is_clear
-
-    def _decide(self, challengers: Sequence[Trial]) -> None:
-        before = self._best
-        for trial in challengers:
-            if trial.verdict == "measured" and not trial.rounds:
-                trial.verdict, trial.why = "skipped", "no time left"
-        for trial in fastest([one for one in challengers if one.rounds and one.verdict == "measured"], before):
-            if (found := speed(trial, before)) is None:
-                trial.why = "no time left"
-                continue
-            faster = found.low > 1 and found.median >= _LEAST_GAIN
-            if not self._fits(trial):
-                self._refuse(trial, self._violation(trial))
-            elif self._best is not before or not (faster or self._violation(before)):
-                self._compare(trial)
-                trial.why = f"{found.median:.2f}x of {before.candidate} ({found.low:.2f} to {found.high:.2f})"
-            elif self._learns(trial, self._measurer.reserve()):
-                self._best = trial
-                trial.verdict, trial.why = "won", f"{found.median:.2f}x of the best before, {before.candidate}"
-        for trial in (*challengers, before):
-            if trial not in (self._best, self._own):
-                self._measurer.stop(trial.candidate)
-
-    def _violation(self, trial: Trial) -> str:
-        """Say what is not as asked for; the user's own settings may only be where the search starts."""
-        wanted = self._limits.effective_batch
-        if not self._fits(trial):
-            return f"needs {_gigabytes(trial.peak)}, the limit is {_gigabytes(self._limits.memory)}"
-        if wanted is not None and trial.effective_batch != wanted:
-            return f"has {trial.effective_batch} examples between two steps of the optimizer, not {wanted}"
-        return ""
-
-    # one candidate
-
-    def _trial(self, option: Option, stage: str) -> Trial:
-        trial = self._measurer.trial(option, stage)
-        trial.predicted_peak = self._predicted(trial)
+            asked.report(found.median, number)
+            is_clear = found.low > self._to_beat.high or found.high < self._to_beat.median
+            if number >= MIN_ROUNDS and (is_clear or asked.should_prune()):
+                break
+        self._decide(trial)
+        for one in (trial, before):
+            if one not in (self._best, own):
+                measurer.stop(one.candidate)
         return trial
 
-    def _predicted(self, trial: Trial) -> int | None:
-        """Return the peak that is to be expected of a candidate, from the user's own and the model of the memory."""
-        memory, own = self._facts.memory, getattr(self, "_own", None)
-        if memory is None or own is None or own.peak is None:
-            return None
-        kept = 0.5 if trial.candidate.checkpoint_blocks or trial.candidate.activation_memory_budget is not None else 1.0
-        change = memory.peak(trial.batch_size, trial.candidate.optim, kept) - memory.step.peak
-        return max(0, own.peak + change)
+    @property
+    def _to_beat(self) -> Speed:
+        """How many times as fast as the user's own settings the best is."""
+        found = None if self._best is self._own else speed(self._best, self._own)
+        return found or Speed(1.0, 1.0, 1.0)
 
-    def _warm_up_own(self, own: Trial) -> None:
-        try:
-            self._measurer.warm_up(own, self._deadline)
-            self._measurer.sample_all([own])
-            if not own.rounds:
-                raise VariantFailed(own.why) if own.why else TimeIsUp
-        except VariantFailed as error:
-            raise TuneError(
-                f"The module does not train as it is, so there is nothing to compare with: {error}. First make a few"
-                " steps work with Trainer.fit (or main.py fit), then tune."
-            ) from None
-        except TimeIsUp:
-            raise self._too_short(self._seconds) from None
-        if (spent := self._seconds - self._measurer.time_left()) > _SHARE_FOR_OWN * self._seconds:
-            raise self._too_short(spent)
-
-    def _too_short(self, spent: float) -> TuneError:
-        seconds = self._limits.seconds
-        return TuneError(too_short(seconds, _SLOW_START, seconds - self._seconds + 4 * spent))
-
-    def _warmed_up(self, option: Option, stage: str) -> Trial | None:
-        trial = self._trial(option, stage)
-        # what recomputing saves is a guess, and so is what a strategy needs: only what is far from fitting is not tried
-        if (trial.predicted_peak or 0) > 1.5 * (self._limits.memory or math.inf):
-            trial.verdict, trial.why = "skipped", f"would need about {_gigabytes(trial.predicted_peak)}"
-            return None
-        return trial if self._measurer.start(trial) else None
-
-    def _refuse(self, trial: Trial, why: str) -> None:
-        trial.verdict, trial.why = "refused", why
+    def _decide(self, trial: Trial) -> None:
+        found, before = speed(trial, self._own), self._best
+        if trial.verdict == "measured" and found is None:
+            trial.verdict, trial.why = "skipped", "no time left"
+        if trial.verdict != "measured" or found is None:
+            return
+        times = found.median / self._to_beat.median
+        is_faster = found.low > self._to_beat.high and times >= _LEAST_GAIN
+        if not is_faster:
+            self._compare(trial)
+            trial.why = f"{times:.2f}x of {before.candidate} ({found.low:.2f} to {found.high:.2f}x of yours)"
+        elif self._learns(trial):
+            self._best = trial
+            trial.verdict, trial.why = "won", f"{times:.2f}x of the best before, {before.candidate}"
 
     # what has to hold
 
-    def _fits(self, trial: Trial) -> bool:
-        return self._limits.memory is None or trial.peak is None or trial.peak <= self._limits.memory
-
-    def _reference(self, trial: Trial) -> Trial | None:
-        """Return with whose losses a trial's are compared."""
-        if self._plain and self._own.effective_batch == trial.effective_batch:
+    def _reference(self) -> Trial | None:
+        """Return with whose losses others are compared: Lightning's own strategy in float32, in batches of any size."""
+        if self._plain:
             return self._own
-        # in batches of any size: a curve is of the optimizer's steps, which see the same examples
-        wanted = reference(trial.candidate).but(batch_size=None, accumulate=None)
-        for one in self._measurer.trials:
-            alike = one.candidate.engine in (None, "stock") and one.candidate.precision in (None, "32-true")
-            same = one.effective_batch == trial.effective_batch and one.candidate.optim is None
-            plain = one.candidate.but(batch_size=None, accumulate=None) == wanted or (self._plain and alike)
-            if one.losses and same and plain:
-                return one
-        return None
+        wanted = {"engine": "stock", "precision": "32-true", "optim": None}
+        alike = (one for one in self._measurer.trials if one.candidate == one.candidate.but(**wanted) and one.losses)
+        return next(alike, None)
 
     def _compare(self, trial: Trial) -> Departure | None:
-        reference = self._reference(trial)
+        reference = self._reference()
         if reference is None or trial is reference:
             return None
         found = departure(trial.curve, reference.curve)
         trial.loss_difference = found.difference if found else None
         return found
 
-    def _learns(self, trial: Trial, reserve: float) -> bool:
-        reference = self._reference(trial)
-        if reference is None or trial is reference:
-            return True
-        for one in (trial, reference):
-            self._measurer.train_on(one, (LEAST - len(one.curve)) * one.accumulate, reserve)
+    def _learns(self, trial: Trial) -> bool:
+        for one in (trial, self._reference() or trial):
+            self._measurer.train_on(one, (LEAST - len(one.curve)) * one.accumulate)
         if trial.verdict == "failed":
             return False
         found = self._compare(trial)
         if found is not None and found.exceeds(self._limits.tolerance):
-            curves = f"{sketch(trial.curve)} against {sketch(reference.curve)}"
-            self._refuse(trial, f"its loss departs from float32's by {found.difference:.1%}: {curves}")
+            trial.verdict, trial.why = "refused", f"its loss departs from float32's by {found.difference:.1%}"
             return False
         return True
-
-    def _check_that_something_fits(self) -> None:
-        if self._fits(self._best):
-            return
-        known = [trial for trial in self._measurer.trials if trial.peak is not None and trial.verdict != "failed"]
-        least = min(known, key=lambda trial: trial.peak or 0)
-        raise TuneError(
-            f"--memory: nothing that was tried fits into {_gigabytes(self._limits.memory)}. The least is"
-            f" {_gigabytes(least.peak)}, {least.candidate}. Allow that much, make the model or its input smaller, or"
-            f" freeze a part of it. {self._reasons()}"
-        )
 
     def _confirm(self) -> None:
         """Compare the best, and if it is not clearly faster the next, with the user's own settings once more."""
@@ -284,53 +198,31 @@ class Search:
             self._best = self._next_best()
 
     def _next_best(self) -> Trial:
-        """Return the fastest that is not refused: a winner of an earlier stage, or one that lost against a winner."""
-        must_change = bool(self._violation(self._own))
-        best, highest = self._own, 0.0
+        """Return the fastest of what is left, or the user's own settings; what lost by little beats no winner."""
+        left: dict[float, Trial] = {0.0: self._own}
         for trial in self._measurer.trials:
-            found = speed(trial, self._own)
-            if trial.verdict not in ("measured", "won") or found is None or self._violation(trial):
-                continue
-            # what lost by less than counts has nothing over the winner
-            counted = found.median * (_LEAST_GAIN if trial.verdict == "won" else 1.0)
-            if counted > highest and (must_change or (found.low > 1 and found.median >= _LEAST_GAIN)):
-                best, highest = trial, counted
+            found = speed(trial, self._own) if trial.verdict in ("measured", "won") else None
+            if found is not None and found.low > 1 and found.median >= _LEAST_GAIN:
+                left[found.median * (_LEAST_GAIN if trial.verdict == "won" else 1.0)] = trial
+        best = left[max(left)]
         if best.verdict == "measured" and best is not self._own:
             best.verdict, best.why = "won", f"the fastest of what is left; {best.why}"
         return best
 
     def _is_confirmed(self, best: Trial) -> bool:
         for _ in range(_FINAL_ROUNDS):
-            if best.verdict == "failed" or not self._measurer.time_for_round([self._own, best], 0.0):
+            if best.verdict == "failed" or not self._measurer.time_for_round([self._own, best]):
                 break
             self._measurer.sample_all([self._own, best])
-        if best.verdict == "failed" or not self._learns(best, 0.0):
-            return False
-        if wrong := self._violation(best):
-            self._refuse(best, wrong)
+        if best.verdict == "failed" or not self._learns(best):
             return False
         found = speed(best, self._own)
-        if self._violation(self._own) or (found is not None and found.low > 1):
+        if found is not None and found.low > 1:
             return True
         times = f"{found.low:.2f} to {found.high:.2f}x of yours in the end: " if found else ""
-        self._refuse(best, f"{times}not clearly faster")
+        best.verdict, best.why = "refused", f"{times}not clearly faster"
         return False
 
-    def _reasons(self) -> str:
-        found = [f"{trial.candidate}: {trial.why}" for trial in self._measurer.trials if trial.why]
-        return f"Tried: {'; '.join(found)}." if found else ""
-
     def _tell(self, doing: str) -> None:
-        best = getattr(self, "_best", None)
-        found = speed(best, self._own) if best is not None else None
-        times = f" {found.median:.2f}x" if found else ""
-        self._listen(doing, "" if best is None or best is self._own else f"{best.candidate}{times}")
-
-
-def too_short(seconds: float, why: str, needed: float) -> str:
-    """Say that the time is too short, why, and how many seconds are likely to be enough."""
-    return f"--time {seconds:.3g}s is too short: {why}. Pass about {math.ceil(needed / 60)}m."
-
-
-def _gigabytes(size: int | None) -> str:
-    return "?" if size is None else f"{size / 1e9:.3g} GB"
+        best, found = self._best, speed(self._best, self._own)
+        self._listen(doing, "" if best is self._own or found is None else f"{best.candidate} {found.median:.2f}x")

@@ -4,15 +4,12 @@ import math
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,6 @@ from lightning_ort.compiler.machine.openmp import pause_openmp
 from lightning_ort.compiler.report import CompileReport
 from lightning_ort.tuning.candidate import TuneError
 
-_ERROR = re.compile(r"[\w.]+(Error|Exception)\b")  # the end of a traceback
 _SECONDS_TO_END = 2.0  # at most, of a process that does nothing else
 _NOT_STARTED = (
     "it could not import your program. In a script, put what runs under if __name__ == '__main__':, and what is trained"
@@ -52,15 +48,6 @@ class Sample:
     slowdown: float = 1.0  # how many times as long other programs made it take
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What a finished Trainer's strategy reports, if it is one of ours; see :class:`CompileReport`."""
-
-    ort_node_fraction: float | None = None  # of the graphs that are still in use
-    ort_runs: int = 0
-    optimizers: list[str] = field(default_factory=list)
-
-
 _MANY = 1_000_000  # training ends after the last sample, but a schedule may ask how many epochs or steps there will be
 # the Trainer's arguments for that, whatever a configuration says
 ENDLESS: dict[str, Any] = {
@@ -73,8 +60,8 @@ ENDLESS: dict[str, Any] = {
     "fast_dev_run": False,
     "barebones": False,
     "profiler": None,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 1,
 }
 _ours: set[Connection] = set()  # this process's ends of the connections to its Trainers
 
@@ -85,19 +72,6 @@ class VariantFailed(RuntimeError):
 
 class TimeIsUp(RuntimeError):
     """A Trainer that has not answered in time; it is still at work, and has to be stopped."""
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C, so that processes are ended and results handed out."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class TrainerProcess:
@@ -217,18 +191,10 @@ def _serve(fit: Callable[[Connection, Path], Any], folder: Path, log: Path, conn
 
 
 def _last_error(log: Path) -> str:
+    """Return what LightningCLI's parser says is wrong, or else the last line."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    told = [number for number, line in enumerate(lines) if line.startswith("error:")]
-    if not told:
-        return lines[-1] if lines else ""
-    lines = lines[told[-1] :]
-    if (
-        start := next((number for number, line in enumerate(lines) if line.startswith("Traceback ")), None)
-    ) is not None:
-        said = " ".join(lines[:start])
-        more = [line for line in lines[start:] if _ERROR.match(line) and line.partition(": ")[2] not in said]
-        lines = lines[:start] + more[-1:]
-    return " ".join(lines)[:_MOST_LETTERS]
+    told = [number for number, line in enumerate(lines) if line.startswith("error:")] or [-1]
+    return " ".join(lines[told[-1] :])[:_MOST_LETTERS]
 
 
 def namespace_of_class(kind: type) -> LightningNamespace:
@@ -242,8 +208,7 @@ def namespace_of_class(kind: type) -> LightningNamespace:
 
 def make_sampler(namespace: LightningNamespace, connection: Connection, steps: int) -> Any:
     """Return a callback that sends a sample after so many steps, and then waits to be told the next number."""
-    callback = namespace.submodule("callbacks").Callback
-    return type("Sampler", (_Sampler, callback), {})(connection, steps, namespace)
+    return type("Sampler", (_Sampler, namespace.submodule("callbacks").Callback), {})(connection, steps, namespace)
 
 
 class _Sampler:
@@ -267,6 +232,10 @@ class _Sampler:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """End if there are no batches."""
+        trainer.should_stop |= self._all == 0
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._validation_start = time.perf_counter()
@@ -292,11 +261,9 @@ class _Sampler:
         seconds = (time.perf_counter() - self._start) / self._done
         losses = [loss.item() for loss in self._losses]
         settled = self._all >= _SETTLING_STEPS or _is_settled(trainer.strategy)
-        if trainer.is_global_zero:
-            counts, slowed = (self._examples, settled, self._untimed), self._stopwatch.slowdown
-            self._connection.send(Sample(seconds, losses, peak_bytes(device), *counts, slowed))
-            self._steps = self._connection.recv()
-        self._steps = trainer.strategy.broadcast(self._steps)
+        counts, slowed = (self._examples, settled, self._untimed), self._stopwatch.slowdown
+        self._connection.send(Sample(seconds, losses, peak_bytes(device), *counts, slowed))
+        self._steps = self._connection.recv()
         trainer.should_stop = self._steps == 0
         self._begin(waiting_batches(trainer))
 
@@ -314,14 +281,6 @@ def size_of(namespace: LightningNamespace, batch: Any) -> int:
         return namespace.submodule("utilities.data").extract_batch_size(batch)
     except Exception:  # Lightning's MisconfigurationException, of either namespace: no tensor in the batch
         return 0
-
-
-def summary_of(strategy: Any) -> Summary:
-    """Return what a strategy reports; nothing for one of Lightning's own."""
-    report = getattr(strategy, "report", None)
-    if not isinstance(report, CompileReport):
-        return Summary()
-    return Summary(report.ort_node_fraction_in_use, report.ort_runs, [str(line) for line in report.optimizers])
 
 
 def _is_settled(strategy: Any) -> bool:

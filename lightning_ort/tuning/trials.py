@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning_ort._busy import is_busy
 from lightning_ort.tuning.candidate import Candidate
-from lightning_ort.tuning.trainer_process import Sample, Summary
+from lightning_ort.tuning.trainer_process import Sample
 
 Verdict = Literal["measured", "won", "refused", "failed", "skipped"]
 # of Student's t, two-sided 90 %, by degrees of freedom
@@ -22,12 +22,6 @@ class Speed:
     median: float
     low: float
     high: float
-    rounds: int
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether one of the two is faster, and not only by chance."""
-        return self.low > 1 or self.high < 1
 
 
 @dataclass
@@ -35,11 +29,9 @@ class Trial:
     """A candidate, why it was tried, and what came of it."""
 
     candidate: Candidate
-    stage: str = ""
     reason: str = ""
     batch_size: int = 1
     accumulate: int = 1
-    processes: int = 1
     name: str = ""  # that the user has for it
     verdict: Verdict = "measured"
     why: str = ""  # the verdict
@@ -49,10 +41,9 @@ class Trial:
     untimed: int = 0  # batches that it trained on before the clock started
     startup: float | None = None  # seconds until steps take what they take later, beyond the steps themselves
     peak: int | None = None  # bytes
-    predicted_peak: int | None = None
     losses: list[float] = field(default_factory=list)  # of each batch from the first one on
     loss_difference: float | None = None  # relative, to float32 under Lightning's own strategy
-    summary: Summary | None = None  # of its strategy, if it was trained to the end
+    summary: Any = None  # of its strategy, if it was trained to the end
 
     def note(self, sample: Sample) -> None:
         """Keep what a sample shows, timed or not."""
@@ -69,7 +60,7 @@ class Trial:
     @property
     def effective_batch(self) -> int:
         """Examples between two steps of the optimizer."""
-        return self.batch_size * self.accumulate * self.processes
+        return self.batch_size * self.accumulate
 
     @property
     def seconds_per_example(self) -> float | None:
@@ -88,7 +79,6 @@ class Trial:
         return {
             "candidate": str(self.candidate),
             "settings": self.candidate.settings,
-            "stage": self.stage,
             "reason": self.reason,
             "verdict": self.verdict,
             "why": self.why,
@@ -100,10 +90,19 @@ class Trial:
             "startup_seconds": self.startup,
             "break_even_steps": break_even(self, own, found.median if found else None),
             "peak_bytes": self.peak,
-            "predicted_peak_bytes": self.predicted_peak,
             "loss_difference": self.loss_difference,
             "losses": self.curve,
         }
+
+
+@dataclass
+class Outcome:
+    """What a search found."""
+
+    own: Trial
+    best: Trial
+    trials: list[Trial]
+    notes: list[str] = field(default_factory=list)
 
 
 def ratios(trial: Trial, other: Trial) -> list[float]:
@@ -124,12 +123,12 @@ def speed(trial: Trial, other: Trial) -> Speed | None:
         return None
     center = statistics.median(logs)
     if len(logs) == 1:
-        return Speed(math.exp(center), 0.0, math.inf, 1)
+        return Speed(math.exp(center), 0.0, math.inf)
     mean = statistics.fmean(logs)
     freedom = min(len(logs) - 1, len(_T))
     half = _T[freedom - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
     low, high = min(mean - half, center), max(mean + half, center)
-    return Speed(math.exp(center), math.exp(low), math.exp(high), len(logs))
+    return Speed(math.exp(center), math.exp(low), math.exp(high))
 
 
 def break_even(trial: Trial, own: Trial, times: float | None) -> int | None:
@@ -146,18 +145,6 @@ def in_turns(trials: Sequence[Trial], number: int) -> list[Trial]:
     return [*trials[shift:], *trials[:shift]]
 
 
-def fastest(trials: Sequence[Trial], baseline: Trial) -> list[Trial]:
-    """Return trials in the order of their speed over a baseline, the fastest first."""
-    return sorted(trials, key=lambda trial: found.median if (found := speed(trial, baseline)) else 0.0, reverse=True)
-
-
-def nothing_faster(measured: bool) -> str:
-    """Say that nothing else was chosen, ``measured`` or not."""
-    if measured:
-        return "Nothing was clearly faster than what you have."
-    return "Nothing but what you have was measured: there was no time, or nothing else could run; --time allows more."
-
-
 def in_words(machine: Mapping[str, str]) -> str:
     """Return in a line what measurements depend on."""
     return ", ".join(f"{name} {value}" for name, value in machine.items())
@@ -172,12 +159,6 @@ def while_busy(trials: Sequence[Trial]) -> list[str]:
         f"other programs used the machine (steps took {middle:.1f} times as long): what is fastest, the number of"
         " threads above all, may be another when it is idle"
     ]
-
-
-def without_losses(trials: Sequence[Trial]) -> list[str]:
-    """Return a note if nothing tells whether these learn alike."""
-    names = [trial.name or str(trial.candidate) for trial in trials if trial.samples and not trial.losses]
-    return [f"loss differs: not known, since training_step returns no loss ({', '.join(names)})"] if names else []
 
 
 def not_measured(found: Iterable[tuple[str, str, str]]) -> list[str]:
@@ -227,10 +208,3 @@ def departure(curve: Sequence[float], reference: Sequence[float]) -> Departure |
     scale = max(abs(statistics.fmean(theirs)), _SMALL * abs(reference[0]), 1e-12)
     noise = _ERRORS * statistics.stdev(apart) / part**0.5
     return Departure(abs(statistics.fmean(apart)) / scale, noise / scale)
-
-
-def sketch(curve: Sequence[float], points: int = 6) -> str:
-    """Return a curve as a few numbers."""
-    length = len(curve)
-    at = sorted({round(number * (length - 1) / (points - 1)) for number in range(points)}) if length else []
-    return " ".join(f"{curve[index]:.3g}" for index in at)

@@ -160,66 +160,15 @@ def embedded(self: Any) -> None:
         self.table.weight.mul_(3)
 
 
-def averaged(self: Any) -> None:
-    self.norm = nn.BatchNorm1d(3, momentum=None)
+def cell(self: Any) -> None:
+    self.cell = nn.GRUCell(2, 3)
 
 
-def recurrent(self: Any) -> None:
-    self.rnn = nn.GRU(2, 3, batch_first=True, bidirectional=True)
-
-
-def packed(self: Any, batch: Any) -> Tensor:
-    lengths = batch["y"].clamp(max=1) + 1
-    words = nn.utils.rnn.pack_padded_sequence(
-        batch["x"].reshape(-1, 2, 2), lengths, batch_first=True, enforce_sorted=False
-    )
-    out, hidden = self.rnn(words)
-    padded, _ = nn.utils.rnn.pad_packed_sequence(out, batch_first=True, total_length=2)
-    return padded.square().mean() + hidden.mean() + loss_of(self, batch)
-
-
-def ctc(self: Any, batch: Any) -> Tensor:
-    scores = self.layer(batch["x"].reshape(-1, 2, 2).repeat(1, 2, 2)).log_softmax(-1).transpose(0, 1)  # 4 times
-    targets = torch.stack([batch["y"].clamp(min=1), torch.ones_like(batch["y"])], 1)
-    lengths = batch["y"].clamp(1, 2)
-    return F.ctc_loss(scores, targets, torch.full_like(lengths, 4), lengths)
-
-
-def bags(self: Any) -> None:
-    self.bag = nn.EmbeddingBag(3, 3, mode="max", padding_idx=1)
-    self.table = nn.Embedding(3, 3, scale_grad_by_freq=True)
-
-
-def bagged(self: Any, batch: Any) -> Tensor:
-    words = torch.stack([batch["y"], 2 - batch["y"], batch["y"] * 0], 1)
-    return loss_of(self, batch, self.layer(batch["x"]) + self.bag(words) + self.table(words).sum(1))
-
-
-def middles(self: Any, batch: Any) -> Tensor:
+def unrolled(self: Any, batch: Any) -> Tensor:
     hidden = self.layer(batch["x"])
-    some = torch.where(batch["t"] > 0.3, hidden, torch.nan)
-    often = torch.mode((hidden * 2).round(), 1).values + torch.mode(hidden, 0).values.sum()
-    rows = batch["y"].unsqueeze(1).repeat(1, 3).mode(1).values
-    return some.nanmedian() + (some.nanmedian(0).values.nan_to_num() * hidden).mean() + (often * rows).mean()
-
-
-def labels(self: Any, batch: Any) -> Tensor:
-    targets = torch.stack([batch["y"], -torch.ones_like(batch["y"]), torch.zeros_like(batch["y"])], 1)
-    return F.multilabel_margin_loss(self.layer(batch["x"]), targets)
-
-
-def binned(self: Any, batch: Any) -> Tensor:
-    hidden, bounds = self.layer(batch["x"]), torch.tensor([0.1, 0.4, 0.4, 0.8])
-    places = torch.bucketize(batch["t"], bounds, right=True) + torch.searchsorted(bounds, hidden, side="left")
-    own = torch.searchsorted(hidden.detach().sort().values, batch["t"], out_int32=True)
-    return (hidden * (places + own)).square().mean()
-
-
-def gammas(self: Any, batch: Any) -> Tensor:
-    first = torch.distributions.Beta(self.layer(batch["x"]).exp(), batch["t"] + 0.1)
-    second, hidden = torch.distributions.Gamma(batch["t"] + 1, torch.ones(3)), self.layer(batch["x"])
-    between = torch.distributions.kl_divergence(first, torch.distributions.Beta(batch["t"] + 0.5, batch["t"] + 1))
-    return between.mean() - second.log_prob(hidden.exp()).mean() + hidden.lgamma().tanh().mean()
+    for words in batch["x"].reshape(-1, 2, 2).unbind(1):
+        hidden = self.cell(words, hidden)
+    return loss_of(self, batch, hidden)
 
 
 def pairs(self: Any, batch: Any) -> Tensor:
@@ -252,12 +201,6 @@ EAGER: dict[str, tuple[Any, Any]] = {
         teacher,
         lambda self, batch: following(self, batch, lambda p, q: p.data.mul_(0.9).add_(q.data, alpha=0.1)),
     ),
-    "teacher by foreach": (
-        teacher,
-        lambda self, batch: following(
-            self, batch, lambda p, q: (torch._foreach_mul_([p], 0.9), torch._foreach_add_([p], [q], alpha=0.1))
-        ),
-    ),
     "checkpoint without gradient": (
         None,
         lambda self, batch: (
@@ -276,21 +219,12 @@ EAGER: dict[str, tuple[Any, Any]] = {
         None,
         lambda self, batch: F.gaussian_nll_loss(self.layer(batch["x"]), batch["t"], batch["t"] + 0.1),
     ),
-    "logcumsumexp": (None, lambda self, batch: torch.logcumsumexp(self.layer(batch["x"]), 1).square().mean()),
-    "cumulative average": (averaged, lambda self, batch: loss_of(self, batch, self.norm(self.layer(batch["x"])))),
-    "packed": (recurrent, packed),
-    "ctc_loss": (None, ctc),
-    "largest of bags": (bags, bagged),
-    "nanmedian and mode": (None, middles),
-    "multilabel_margin_loss": (None, labels),
-    "binned": (None, binned),
-    "gammas": (None, gammas),
+    "cells over time": (cell, unrolled),
     "each row against all": (None, pairs),
 }
 
 
-# half a minute; another test has packed sequences too
-@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] * (n == "packed")) for n in EAGER])
+@pytest.mark.parametrize("case", EAGER)
 def test_it_trains_as_in_eager(case: str, tmp_path: Path) -> None:
     assert_trains_alike(Case(*EAGER[case]), tmp_path / "exported")
 
@@ -301,7 +235,6 @@ def checked(self: Any, batch: Any) -> Tensor:
     assert batch["t"].min() >= 0
     if not (batch["x"] < 100).all().item():
         raise ValueError("too large")
-    torch.linalg.cholesky(torch.diag(batch["x"].amax(0) + 5))
     return loss_of(self, batch)
 
 
@@ -309,28 +242,13 @@ def test_what_raises_in_eager_raises_in_the_runner(tmp_path: Path) -> None:
     training = assert_trains_alike(Case(None, checked), tmp_path / "exported")
     batch = {name: value.numpy() for name, value in batch_of(6, 9).items()}
     before = training.state
-    for name, value in (("t", 1.5), ("t", -0.5), ("x", 200), ("x", -9)):
+    for name, value in (("t", 1.5), ("t", -0.5), ("x", 200)):
         wrong = {**batch, name: np.full_like(batch[name], value)}
         with pytest.raises(ValueError, match=r"raises an error for this batch, at test_as_eager\.py:\d+"):
             training.step(wrong)
     for name, value in training.state.items():
         np.testing.assert_array_equal(value, before[name])
     training.step(batch)
-
-
-def repeated(self: Any, batch: Any) -> Tensor:
-    often = torch.where(batch["x"][:3, 0] < 100, 1, 2)
-    return self.layer(batch["x"])[:3].repeat_interleave(often, 0, output_size=3).square().mean()
-
-
-def test_another_size_than_given_is_an_error(tmp_path: Path) -> None:
-    training = assert_trains_alike(Case(None, repeated), tmp_path / "exported")
-    batch = {name: value.numpy() for name, value in batch_of(6, 9).items()}
-    before = training.state
-    with pytest.raises(Exception, match="out of data bounds"):
-        training.step({**batch, "x": np.full_like(batch["x"], 200)})
-    for name, value in training.state.items():
-        np.testing.assert_array_equal(value, before[name])
 
 
 def diffused(self: Any, batch: Any) -> Tensor:
@@ -352,16 +270,15 @@ def permuted(self: Any, batch: Any) -> Tensor:
     mix = torch.empty(()).exponential_(2.0)
     picked = torch.multinomial(self.layer(batch["x"]).detach().softmax(1), 2)
     hidden = self.layer(batch["x"] + mix * batch["x"][order])
-    return hidden.gather(1, picked).square().mean() + F.dropout(F.rrelu(hidden, 0.1, 0.9, True), 0.3).mean()
+    return hidden.gather(1, picked).square().mean() + F.dropout(hidden, 0.3).mean()
 
 
 def two_layers(self: Any) -> None:
     self.rnn = nn.GRU(2, 3, 2, batch_first=True, dropout=0.5)
-    self.lstm = nn.LSTM(2, 3, 2, batch_first=True, dropout=0.5)
 
 
 def dropped(self: Any, batch: Any) -> Tensor:
-    return packed(self, batch) + self.lstm(batch["x"].reshape(-1, 2, 2))[0].sum(0).square().mean()
+    return self.rnn(batch["x"].reshape(-1, 2, 2))[0].sum(0).square().mean()
 
 
 @pytest.mark.parametrize(("make", "step"), [(None, diffused), (None, sampled), (None, permuted), (two_layers, dropped)])
@@ -412,7 +329,7 @@ def hold(self: Any) -> None:
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "generator": (None, seeded, "a generator of its own"),
-    "NumPy": (None, by_numpy, r"uses numpy\.random: its numbers would be constants"),
+    "NumPy": (None, by_numpy, "would be constants"),
     "attribute of tensors": (None, remembered, "on state that is in no buffer"),
     "tensor in a list": (hold, written_elsewhere, "neither a parameter nor a buffer, which a model cannot hold"),
     "values of a parameter": (
@@ -431,12 +348,12 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         lambda self, batch: torch.linalg.lstsq(batch["x"], batch["t"])[0].sum() + loss_of(self, batch),
         "lstsq.* depends on the values of tensors: compute it outside",
     ),
-    "one row of targets": (
-        None,
-        lambda self, batch: F.ctc_loss(
-            self.layer(batch["x"])[:, None].log_softmax(-1), *map(torch.tensor, ([1], [6], [1]))
-        ),
-        "cannot be exported: ctc_loss of targets that are one row: pass them",
+    "packed sequences": (
+        lambda self: setattr(self, "rnn", nn.GRU(2, 3)),
+        lambda self, batch: self.rnn(
+            nn.utils.rnn.pack_padded_sequence(batch["x"].reshape(2, -1, 2), torch.full((batch["x"].shape[0],), 2))
+        )[1].sum(),
+        "cannot be exported",
     ),
     "one of the buffers": (
         lambda self: self.register_buffer("last", torch.zeros(2)),
@@ -591,7 +508,7 @@ def test_what_validation_changes_must_make_no_difference(tmp_path: Path) -> None
         expected, rel=1e-4
     )
     for change, message in (
-        (lambda self: setattr(self, "scale", self.scale * 2), "is another one after validation_step"),
+        (lambda self: setattr(self, "scale", self.scale * 2), "on state that is in no buffer"),
         (lambda self: self.times.add_(1), "validation_step writes to times, which evaluation.onnx does not"),
     ):
         module.change = change

@@ -146,12 +146,10 @@ def test_round_trip(digits: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("young", [0, 2])
 @pytest.mark.parametrize(
-    "make",
-    [partial(torch.optim.Adam, lr=0.1), partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.3)],
-    ids=["adam", "sgd"],
+    "make", [partial(torch.optim.Adam, lr=0.1), partial(torch.optim.SGD, lr=0.1, momentum=0.9)], ids=["adam", "sgd"]
 )
 def test_parameters_of_different_ages_keep_them(make: Any, young: int, tmp_path: Path) -> None:
-    """As BaseFinetuning makes them: Adam corrects by age, and a first gradient counts in full in spite of dampening."""
+    """As BaseFinetuning makes them: Adam corrects by age."""
     module, folder = Small(), tmp_path / "exported"
     optimizer = make([module.layer.bias])
     module.layer.weight.requires_grad_(False)
@@ -457,8 +455,6 @@ WRITTEN: dict[str, Any] = {
     "random mask": lambda self, hidden: hidden * torch.bernoulli(hidden.sigmoid().detach()),
     "distribution": lambda self, hidden: NORMAL(hidden[:, 0], hidden[:, 1].exp()).log_prob(hidden[:, 2]),
     "checkpoint": checkpointed,
-    "uneven max pooling": lambda self, hidden: F.adaptive_max_pool1d(hidden[:, None], 2),
-    "even max pooling": lambda self, hidden: F.adaptive_max_pool2d(hidden[:, None, :, None].repeat(1, 1, 2, 4), (3, 2)),
     "at most so many rows": lambda self, hidden: hidden + torch.arange(5.0)[: len(hidden), None],
 }
 
@@ -625,6 +621,7 @@ def test_what_is_passed_is_checked_first(tmp_path: Path) -> None:
     for make, message in (
         (torch.optim.RMSprop, r"RMSprop cannot be part of a model\. Use one of SGD, Adam, AdamW"),
         (lambda parameters: [torch.optim.SGD([p], lr=1) for p in parameters], "returned 2 optimizers"),
+        (lambda parameters: torch.optim.SGD(parameters, lr=1, maximize=True), "SGD has maximize"),
     ):
         with pytest.raises(ExportFailed, match=message):
             export_training(Small(make=make), batch, tmp_path / "out")

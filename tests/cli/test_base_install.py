@@ -60,9 +60,10 @@ def test_packages_of_the_commands_are_base_requirements() -> None:
 @pytest.mark.parametrize(
     ("python", "system", "machine", "build"),
     [
-        ("3.10", "linux", "x86_64", "onnxruntime-training-cpu"),
+        ("3.11", "linux", "x86_64", "onnxruntime-training-cpu"),
         ("3.12", "linux", "x86_64", "onnxruntime-training-cpu"),
         ("3.13", "linux", "x86_64", "onnxruntime"),
+        ("3.14", "linux", "x86_64", "onnxruntime"),
         ("3.12", "linux", "aarch64", "onnxruntime"),
         ("3.12", "darwin", "arm64", "onnxruntime-training-cpu"),
         ("3.13", "darwin", "arm64", "onnxruntime"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,16 @@ from torch import nn
 from lightning_ort._busy import Stopwatch
 from lightning_ort._imports import LIGHTNING
 from lightning_ort.cli import bench, main
+from lightning_ort.cli.bench import Summary, summary_of
+from lightning_ort.cli.bench_picture import draw_bars
 from lightning_ort.cli.load import load
+from lightning_ort.compiler.report.data import GraphReport, RegionReport
+from lightning_ort.compiler.report.report import CompileReport
+from lightning_ort.compiler.run_part import StepReport
 from lightning_ort.tuning import project
-from lightning_ort.tuning.candidate import NAMED, Candidate
-from lightning_ort.tuning.picture import draw_bars
+from lightning_ort.tuning.candidate import Candidate, configured
 from lightning_ort.tuning.project import Project
-from lightning_ort.tuning.trainer_process import Sample, Summary, VariantFailed
+from lightning_ort.tuning.trainer_process import Sample, VariantFailed
 from lightning_ort.tuning.trials import Trial
 
 MODULES = Path(__file__).parent / "bench_modules.py"
@@ -43,7 +48,7 @@ def small(name: str = "Small") -> Project:
 
 
 def trial(name: str, seconds: list[float], loss: float = 1.0, **more: Any) -> Trial:
-    made = Trial(Candidate.parse(name), name=name, **more)
+    made = Trial(bench.parse(name), name=name, **more)
     for number, each in enumerate(seconds, 1):
         made.note(sample := Sample(each, [loss], 2**40))
         made.count(number, sample)
@@ -65,7 +70,7 @@ def columns_of(trials: list[Trial]) -> dict[str, list[str]]:
     ],
 )
 def test_how_a_candidate_is_written(text: str, settings: dict[str, str]) -> None:
-    assert Candidate.parse(text) == Candidate(**settings)  # type: ignore[arg-type]
+    assert bench.parse(text) == Candidate(**settings)  # type: ignore[arg-type]
 
 
 def test_one_that_is_named_twice_is_measured_twice() -> None:
@@ -82,8 +87,9 @@ def test_one_that_is_named_twice_is_measured_twice() -> None:
     ],
 )
 def test_settings_of_the_strategy(text: str, config: dict[str, str], expected: dict[str, str]) -> None:
-    job = Project(module=LightningModule, ort_config=NAMED | config)
-    strategy = project.built(project._configured(job, Candidate.parse(text), LIGHTNING)["trainer"]["strategy"])
+    job = Project(module=LightningModule, ort_config=bench.NAMED | config)
+    made = configured(job.base(), bench.parse(text), ort_config=job.ort_config)
+    strategy = project.built(made["trainer"]["strategy"])
     assert {name: getattr(strategy.ort_config, name) for name in expected} == expected
 
 
@@ -145,7 +151,7 @@ def test_torch_compile_leaves_no_child_out(monkeypatch: pytest.MonkeyPatch) -> N
     module.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(12)])  # dynamo's limit for one function is 8
     x = torch.rand(2, 4)
     module.configure_callbacks = list  # type: ignore[assignment]
-    project._prepare(module, Candidate(engine="compile"), LIGHTNING)
+    project._prepare(SimpleNamespace(callbacks=[]), module, Candidate(engine="compile"), LIGHTNING)
     for layer in module.layers:
         x = layer(x)
     assert len(compiled) == 12
@@ -210,7 +216,7 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 class Scripted:
     """A Trainer with given times, for what is made of them."""
 
-    def __init__(self, project: Project, candidate: Candidate, folder: Path) -> None:
+    def __init__(self, project: Project, candidate: Candidate, folder: Path, after: Any) -> None:
         self.seconds = {"stock": [0.3, 0.1, 0.2, 0.1], "ort": [1.0, 0.05, 0.05, 0.1]}[candidate.engine or ""]
         self.taken = 0
 
@@ -364,3 +370,13 @@ def test_compiling_never_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench, "start", Faster)
     bench.compare(Project(), trials := bench.named(["stock"]), 3, 2, 10, tmp_path)
     assert trials[0].startup == 0
+
+
+@pytest.mark.parametrize(("ms", "expected"), [({"ort": 1.0, "torch": 2.0}, 0.75), ({"ort": 2.0, "torch": 1.0}, 0.0)])
+def test_share_on_ort_is_of_what_stays_in_use(ms: dict[str, float], expected: float) -> None:
+    regions = [RegionReport("ort_0", "ort", 3, runs=2), RegionReport("torch_1", "torch", 1)]
+    report = CompileReport([GraphReport("training_step/step_0", regions)])
+    report.steps.append(StepReport("training_step", ms))
+    summary = summary_of(SimpleNamespace(strategy=SimpleNamespace(report=report)))
+    assert summary.ort_node_fraction == expected
+    assert summary.ort_runs == 2

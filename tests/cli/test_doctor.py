@@ -23,17 +23,15 @@ Faked = Callable[[dict[str, str | None]], None]
 @pytest.fixture
 def distributions(monkeypatch: pytest.MonkeyPatch) -> Faked:
     """Installs (a version) or takes away (``None``) distributions, as far as their metadata goes."""
-    real = importlib.metadata.version
+    real = kernels.installed
 
     def fake(changes: dict[str, str | None]) -> None:
-        def version(name: str) -> str:
-            if name not in changes:
-                return real(name)
-            if (number := changes[name]) is None:
-                raise importlib.metadata.PackageNotFoundError(name)
-            return number
+        def installed(name: str) -> str | None:
+            return changes[name] if name in changes else real(name)
 
-        monkeypatch.setattr(importlib.metadata, "version", version)
+        found = {name: version for name in kernels.DISTRIBUTIONS if (version := installed(name))}
+        monkeypatch.setattr(kernels, "installed", installed)
+        monkeypatch.setattr(kernels, "builds", lambda: found)
 
     return fake
 
@@ -90,12 +88,35 @@ def test_onnxruntime_whose_files_went_with_another(monkeypatch: pytest.MonkeyPat
     assert "--force-reinstall" in found["onnxruntime"]["text"]
 
 
+def test_versions_that_are_newer_than_tested(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, distributions: Faked
+) -> None:
+    tested, _ = run(monkeypatch, capsys)
+    assert not [finding for finding in tested.values() if "newest that was tested" in finding["text"]]
+    distributions({"lightning": "9.1.0", "onnxruntime-training-cpu": "9.2.0"})
+    monkeypatch.setattr(torch, "__version__", "9.0.0+cpu")
+    found, status = run(monkeypatch, capsys)
+    assert status == 0
+    for name in ("torch 9.0.0+cpu", "lightning 9.1.0", "onnxruntime 9.2.0"):
+        assert found[name]["state"] == "advice"
+        assert "the newest that was tested" in found[name]["text"]
+
+
+def test_a_torch_whose_steps_are_not_captured(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(doctor_command, "obstacle", lambda: "torch 9.0 has no torch._dynamo.variables.Some")
+    found, status = run(monkeypatch, capsys)
+    assert status == 1
+    assert "torch._dynamo.variables.Some" in found["captured steps"]["text"]
+    assert not {"training step", "C++ compiler"} & found.keys()
+    assert found["onnxruntime"]["state"] == "ok"
+
+
 def findings(**machine: Any) -> dict[str, Finding]:
     """What is found on this machine, if some facts were others."""
     return {finding.what: finding for finding in examine(dataclasses.replace(THIS, **machine))}
 
 
-@pytest.mark.parametrize("number", ["3.9.25", "3.14.1"])
+@pytest.mark.parametrize("number", ["3.10.18", "3.15.1"])
 def test_wrong_python(number: str) -> None:
     allowed = importlib.metadata.metadata("lightning-ort")["Requires-Python"]
     found = findings(python=number)["Python"]

@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch import fx
 
-from lightning_ort.compat import autograd
-from tests.compat.test_torch import trace
+from lightning_ort.compat import aot_autograd, autograd
+from tests.compat.test_torch_graphs import trace
 
 
 def test_joint_facts() -> None:
-    assert autograd.joint_facts(1) is None
-    facts: list[autograd.JointFacts | None] = []
+    assert aot_autograd.joint_facts(1) is None
+    facts: list[aot_autograd.JointFacts | None] = []
 
     def counted(x: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count.add_(1)
         return x.argmax(), x * count, x.sin(), x.detach() + 1
 
     def look(kind: str, gm: fx.GraphModule) -> None:
-        facts.append(autograd.joint_facts(2))
+        facts.append(aot_autograd.joint_facts(2))
 
     x = torch.randn(3, requires_grad=True)
     trace(counted, x, torch.zeros(()), compiler=look)
@@ -29,7 +29,7 @@ def test_joint_facts() -> None:
     torch._dynamo.reset()
     trace(lambda x: x.sin(), x, compiler=look)  # one input
     plain, *others = [fact for fact in facts if fact is None or fact.differentiable]
-    assert plain == autograd.JointFacts([0], [1, 2])  # dynamo's order of inputs
+    assert plain == aot_autograd.JointFacts([0], [1, 2])  # dynamo's order of inputs
     assert others == [None] * 4
 
 
@@ -53,8 +53,8 @@ def test_keeps_graph(keep: bool) -> None:
 
 def test_operations_that_take_functions() -> None:
     graph = fx.Graph()
-    assert autograd.is_higher_order(graph.call_function(torch.ops.higher_order.cond, ()))
-    assert not autograd.is_higher_order(graph.call_function(torch.ops.aten.tan.default, ()))
+    assert aot_autograd.is_higher_order(graph.call_function(torch.ops.higher_order.cond, ()))
+    assert not aot_autograd.is_higher_order(graph.call_function(torch.ops.aten.tan.default, ()))
 
 
 def test_have_gradient_hooks() -> None:

@@ -20,6 +20,7 @@ from torch.utils._sympy.interp import handlers
 from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 from lightning_ort.compat import dynamo
+from lightning_ort.compat.torch import is_wrapped
 
 LOGGERS = [logging.getLogger(f"torch._dynamo.{name}") for name in ("convert_frame", "exc")]
 
@@ -194,7 +195,6 @@ def test_explanation() -> None:
     assert "Explanation: " in str(caught.value)
 
 
-@pytest.mark.skipif(not dynamo.HAS_REGIONS, reason="torch 2.12 and newer only")
 def test_settings_hold_within_their_context() -> None:
     config = torch._dynamo.config
     names = ("allow_unspec_int_on_nn_module", "suppress_errors", "allow_rnn")
@@ -224,9 +224,9 @@ def test_a_counter_does_not_compile_again_and_again() -> None:
 
 
 def test_wrapped_functions() -> None:
-    assert not dynamo.is_wrapped(double)
-    assert dynamo.is_wrapped(torch.compile(double, backend="eager"))
-    assert dynamo.is_wrapped(torch.compiler.disable(double))
+    assert not is_wrapped(double)
+    assert is_wrapped(torch.compile(double, backend="eager"))
+    assert is_wrapped(torch.compiler.disable(double))
 
 
 def test_compiled_modules() -> None:
@@ -256,7 +256,6 @@ def test_released_regions_compile_again(function: Any) -> None:
     assert len(graphs) == 2 * count
 
 
-@pytest.mark.skipif(not dynamo.HAS_REGIONS, reason="before torch 2.12 functions of the same code share a region")
 @pytest.mark.parametrize("function", [double, halves])
 def test_other_regions_of_the_same_code_are_not_released(function: Any) -> None:
     first, second = isolated(function), isolated(function)
@@ -372,11 +371,7 @@ def test_outside_graphs() -> None:
 @pytest.mark.parametrize(
     "variable", ["TORCHDYNAMO_DISABLE", pytest.param("TORCH_COMPILE_DISABLE", marks=pytest.mark.slow)]
 )
-def test_switched_off_by(variable: str) -> None:
-    assert dynamo.switched_off_by() is None
-    script = (
-        "import torch; from lightning_ort.compat import dynamo\n"
-        "torch.compile(torch.sin, backend=lambda gm, inputs: 1 / 0)(torch.ones(1)); print(dynamo.switched_off_by())"
-    )
+def test_nothing_is_compiled_where_it_is_switched_off(variable: str) -> None:
+    script = "import torch; torch.compile(torch.sin, backend=lambda gm, inputs: 1 / 0)(torch.ones(1)); print('ran')"
     result = subprocess.run([sys.executable, "-c", script], env={**os.environ, variable: "1"}, capture_output=True)
-    assert result.stdout.decode().split() == [variable], result.stderr
+    assert result.stdout.decode().split() == ["ran"], result.stderr

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compat.autograd import backward_at_once
+from lightning_ort.compat.aot_autograd import backward_at_once
 from lightning_ort.compat.dynamo import aot_backend
-from lightning_ort.compat.torch import boxed
+from lightning_ort.compat.torch_graphs import boxed
 
 
 def test_aot_backend_compiles_forward_and_backward_graphs() -> None:

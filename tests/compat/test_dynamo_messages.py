@@ -50,7 +50,7 @@ def copies(x: torch.Tensor) -> torch.Tensor:
         (branches, "the value of a tensor decides what runs next"),
         (raises, "it raises an exception"),
         (calls_disabled, "marked with `torch.compiler.disable`"),
-        (copies, "copy`"),  # `dict.copy` since torch 2.12
+        (copies, "`dict.copy`"),
     ],
 )
 def test_plain_reason_of_what_torch_says_today(function: object, text: str) -> None:

@@ -71,6 +71,20 @@ def another_object(compiled: Callable[..., Any]) -> Any:
     return calls(step, [[m.one, m.other], [m.one, m.one], [m.other, m.one]])
 
 
+@case(dynamo_repairs._build)
+def another_dictionary(compiled: Callable[..., Any]) -> Any:
+    one, other = ({"a": 1.0} for _ in range(2))
+    step = compiled(lambda x, kept: x * (3 if kept[0] is kept[1] else 1) * len([*kept[0].items(), *kept[1].items()]))
+    return calls(step, [[one, other], [one, one], [other, one]])
+
+
+@case(dynamo_repairs._build)
+def another_order(compiled: Callable[..., Any]) -> Any:
+    ordered = collections.OrderedDict(x=1, y=2, z=3)
+    step = compiled(lambda x, o: x * next(iter(o.values())))
+    return calls(step, [ordered] * 4, lambda i: ordered.move_to_end("xyz"[i % 3]))
+
+
 @case(dynamo_repairs._build, dynamo_repairs._copy_deque)
 def full_deque(compiled: Callable[..., Any]) -> Any:
     window = collections.deque([1, 2, 3], maxlen=3)
@@ -480,13 +494,14 @@ def named(make: Any) -> str:
 
 
 ENTRIES = {f"{entry.name} {named(entry.make)}": entry for entry in [*REPAIRS, *LEFT_OUT]}
-NEWEST = RequirementCache("torch>=2.13")
+# what the oldest torch that is captured needs, and a newer one does right
+MENDED = {an_override, the_sign_of_zero, a_rate_that_is_set, a_size, a_source_of_random_numbers}
+IS_MENDED = bool(RequirementCache("torch>=2.15"))
 
 
-@pytest.mark.skipif(not NEWEST, reason="those that were read are the newest ones")
 def test_what_is_replaced_is_there() -> None:
-    gone = [entry for entry in ENTRIES.values() if getattr(entry.owner, entry.name, None) is None]
-    assert gone == []
+    gone = [entry.name for entry in ENTRIES.values() if not hasattr(entry.owner, entry.name)]
+    assert gone == ["modified"] * IS_MENDED
 
 
 def test_each_replacement_has_a_case() -> None:
@@ -508,6 +523,6 @@ def test_dynamo_alone_computes_otherwise(function: Case) -> None:
                 return type(error).__name__
 
     eager = str(function(lambda step, **kwargs: step))
-    if NEWEST:
+    if function not in MENDED or not IS_MENDED:
         assert found(False) != eager, "PyTorch has mended it: remove what replaces its function"
     assert found(True) in (eager, "Unsound")

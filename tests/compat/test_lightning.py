@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.imports import RequirementCache
 
+from lightning_ort._shims import Shims
 from lightning_ort.compat import lightning
 
 QUIET: dict[str, Any] = {
@@ -72,8 +73,7 @@ def test_start_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 class Terminated(Callback):
     """Sends SIGTERM in the first batch."""
 
-    def __init__(self, handles: bool) -> None:
-        self.handles = handles
+    def __init__(self) -> None:
         self.received: list[int] = []
         self.batches = 0
 
@@ -82,38 +82,36 @@ class Terminated(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.batches += 1
-        if self.handles and batch_idx == 0:
-            assert lightning.is_sigterm_handler(self.handle)
+        if batch_idx == 0:
             signal.raise_signal(signal.SIGTERM)
         elif batch_idx == 1:
             lightning.end_after_this_batch(trainer)
 
 
 def test_sigterm() -> None:
-    callback = Terminated(handles=True)
+    callback = Terminated()
     trainer = Trainer(**QUIET, callbacks=callback, logger=False)
-    lightning.set_sigterm_handler(trainer, callback.handle)
-    assert not lightning.is_sigterm_handler(callback.handle)
+    shims = Shims()
+    lightning.set_sigterm_handler(shims, trainer, callback.handle)
     with pytest.raises(SystemExit) as ended:
         trainer.fit(BoringModel())
     assert isinstance(ended.value, SIGTERMException)
     assert (callback.received, callback.batches) == ([signal.SIGTERM], 2)
-    lightning.reset_sigterm_handler(trainer)
-    lightning.reset_sigterm_handler(trainer)
-    callback = Terminated(handles=False)
-    trainer.callbacks = [callback]
-    assert not lightning.is_sigterm_handler(callback.handle)
+    shims.remove()
+    shims.remove()
+    assert trainer._signal_connector._sigterm_notifier_fn != callback.handle
 
 
 def test_the_broadcast_of_sigterm_is_left_out_and_comes_back() -> None:
     loop = (trainer := Trainer(**QUIET, logger=False)).fit_loop.epoch_loop
     before, names = vars(loop).copy(), dir(loop)
-    lightning.leave_out_sigterm_broadcast(trainer)
+    shims = Shims()
+    lightning.leave_out_sigterm_broadcast(shims, trainer)
     assert dir(loop) == names
     (name,) = vars(loop).keys() - before.keys() or [None]
     assert (name is not None) == bool(RequirementCache("lightning>=2.6"))
     assert name is None or getattr(loop, name)() is None
-    lightning.reset_sigterm_handler(trainer)
+    shims.remove()
     assert vars(loop) == before
 
 
@@ -129,6 +127,7 @@ def test_log_to_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged == [({"ort/runs": 3, "epoch": 1}, 4)]
 
 
+@pytest.mark.new_torch
 def test_the_deprecation_of_leaf_spec_is_hidden() -> None:
     """It is still caused: where this fails, the filter can go."""
     from lightning.pytorch.utilities import _pytree

@@ -12,13 +12,8 @@ from lightning.pytorch.utilities.compile import from_compiled
 from torch import nn
 
 from lightning_ort.compat.lightning import is_compiled_by_lightning, lightning_optimizers
-from lightning_ort.compat.torch import (
-    COMPILED_CALL,
-    forward_hooks_without,
-    has_compiled_call,
-    is_double_backward_error,
-    uncompiled_call,
-)
+from lightning_ort.compat.torch import COMPILED_CALL, forward_hooks_without, has_compiled_call, uncompiled_call
+from lightning_ort.compat.torch_graphs import is_double_backward_error
 
 
 def test_lightning_optimizers() -> None:

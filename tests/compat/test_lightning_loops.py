@@ -13,12 +13,12 @@ from lightning_ort.compat import lightning, lightning_loops, lightning_sources
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_installed_release_is_known(namespace: LightningNamespace) -> None:
-    assert lightning_sources.unknown_function(namespace) == ""
+    assert lightning_sources.unknown_functions(namespace) == ()
 
 
 def test_changed_function_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LightningModule, "log", lambda self, name, value: None)
-    assert lightning_sources.unknown_function(NAMESPACES[0]) == "core.module.LightningModule.log"
+    assert lightning_sources.unknown_functions(NAMESPACES[0]) == ("core.module.LightningModule.log",)
 
 
 def test_digest_ends_with_the_function_and_leaves_out_comments() -> None:

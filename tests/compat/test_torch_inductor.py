@@ -26,12 +26,10 @@ def test_copies_of() -> None:
 
 
 def test_what_is_wrong_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
     assert inductor.inductor_repairs(exact_masks=True) == {"triton.mix_order_reduction": False}
     masks = {"align_random_eager": True}
     assert inductor.inductor_repairs(exact_masks=False) == {"triton.mix_order_reduction": False, **masks}
-    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
-    exact = {"triton.mix_order_reduction": False, "reorder_for_peak_memory": False}
-    assert inductor.inductor_repairs(exact_masks=True) == exact
     monkeypatch.setattr(torch, "__version__", "2.15.0.dev20261101+cu130")
     assert inductor.inductor_repairs(exact_masks=True) == {}
     inductor.inductor_backend(inductor.inductor_repairs(exact_masks=False))  # torch knows each

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_ort.compat.torch import schema_of
+from lightning_ort.compat.torch_graphs import schema_of
 
 
 def test_schema_of() -> None:

@@ -19,7 +19,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_ort.compat.torch import boxed, fake_mode_of
+from lightning_ort.compat.torch_graphs import boxed, fake_mode_of
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.compilation import Compilation
 from lightning_ort.compiler.executors.ort import kernels

@@ -551,7 +551,7 @@ def test_check_against_eager_passes_what_is_right():
     ],
 )
 def test_unusable_onnxruntime(installed, message, monkeypatch, caplog):
-    monkeypatch.setattr(kernels, "installed", installed.get)
+    monkeypatch.setattr(kernels, "builds", lambda: installed)
     with pytest.raises(ORTFallbackError, match=message):
         always(fallback="raise")
     with caplog.at_level(logging.WARNING, logger="lightning_ort"):

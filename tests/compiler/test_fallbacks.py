@@ -12,7 +12,7 @@ from ort_settings import config_of
 from torch import fx, nn
 
 from lightning_ort import ORTConfig
-from lightning_ort.compat.autograd import GraphFacts
+from lightning_ort.compat.aot_autograd import GraphFacts
 from lightning_ort.compiler import compilation as backend_module
 from lightning_ort.compiler.backend import ORTBackend, ORTFallbackError
 from lightning_ort.compiler.executors import inductor

@@ -141,13 +141,13 @@ def test_another_version_of_an_engine_is_other_software(monkeypatch: pytest.Monk
 )
 def test_a_program_is_its_own_files(folder: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those of packages, wherever they are installed."""
-    before = program()
+    before = program([*sys.modules.values()])
     file = tmp_path / folder / "models.py"
     file.parent.mkdir(parents=True)
     file.write_text("")
     module = ModuleType("models")
     module.__file__ = str(file)
     monkeypatch.setitem(sys.modules, "models", module)
-    loaded = program()
+    loaded = program([*sys.modules.values()])
     file.write_text("changed = True")
-    assert (loaded != before, program() != loaded) == (counts, counts)
+    assert (loaded != before, program([*sys.modules.values()]) != loaded) == (counts, counts)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ort import ORTConfig
-from lightning_ort.compat.torch import storage_address, storage_use_count
+from lightning_ort.compat.torch import storage_address
+from lightning_ort.compat.torch_graphs import storage_use_count
 from lightning_ort.compiler.backend import ORTBackend
 from lightning_ort.compiler.executors.ort import binding
 from lightning_ort.compiler.executors.ort.binding import MAX_BYTES, KeptOutputs

@@ -2,11 +2,14 @@
 
 import random
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lightning_ort.compiler.cache.cache_folder import entries, write_sealed
 from lightning_ort.compiler.executors import mask_kernel
 from lightning_ort.compiler.executors.mask_kernel import MaskKernel, matches_torch
 
@@ -17,10 +20,11 @@ pytestmark = pytest.mark.skipif(
 ENOUGH = torch.empty(5000)
 
 
-def used(monkeypatch: pytest.MonkeyPatch) -> MaskKernel:
+def used(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> MaskKernel:
     """One that has drawn enough to be compiled, and is as far as it gets."""
     monkeypatch.setattr(mask_kernel, "_COMPILE_AFTER", ENOUGH.numel())
     kernel = MaskKernel()
+    kernel.cache_dir = folder and str(folder)
     kernel.draw(ENOUGH, 0.5, torch.Generator())
     if kernel._thread is not None:
         kernel._thread.join()
@@ -150,3 +154,84 @@ def test_one_that_draws_other_masks_is_not_used(tmp_path: Path, monkeypatch: pyt
     kernel = used(monkeypatch)
     assert not kernel.is_ready
     assert kernel.problem == "it draws other masks than torch"
+
+
+def later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MaskKernel:
+    """One of a later process that may compile nothing, and has drawn enough to load what is kept."""
+    monkeypatch.setattr(mask_kernel, "_LOAD_AFTER", ENOUGH.numel())
+    forbid(monkeypatch)
+    kernel = MaskKernel()
+    kernel.cache_dir = str(folder)
+    kernel.draw(ENOUGH, 0.5, torch.Generator())
+    return kernel
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the function."""
+    with monkeypatch.context() as patch:
+        kernel = used(patch, tmp_path / "kept")
+        assert kernel.is_ready
+    return tmp_path / "kept"
+
+
+def test_a_later_run_draws_with_what_is_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = later(kept, monkeypatch)
+    assert kernel.is_ready
+    drawn = torch.empty(5000)
+    assert kernel.draw(drawn, 0.3, torch.Generator().manual_seed(5))
+    assert torch.equal(drawn, torch.empty(5000).bernoulli_(0.3, generator=torch.Generator().manual_seed(5)))
+
+
+def test_little_is_drawn_without_looking(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = MaskKernel()
+    kernel.cache_dir = str(kept)
+    assert not kernel.draw(ENOUGH, 0.5, None)
+    assert not kernel.is_ready
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def put_another_there(path: Path) -> None:
+    write_sealed(path, b"no library")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        flip_a_bit,
+        put_another_there,
+        lambda path: path.write_bytes(path.read_bytes()[:5000]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.rename(path.with_name(f"masks-{'0' * 64}.so")),
+        lambda path: path.parent.chmod(0o777),
+    ],
+    ids=["damaged", "another", "cut off", "empty", "of another machine", "others can write"],
+)
+def test_what_is_not_used(change: Callable[[Path], Any], kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = kept.iterdir()
+    change(path)
+    assert not later(kept, monkeypatch).is_ready
+
+
+def test_one_that_is_kept_and_draws_other_masks_is_not_used(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = tmp_path / "mask_kernel.c"
+    wrong.write_text(mask_kernel._SOURCE.read_text(encoding="utf-8").replace("y << 15", "y << 14"))
+    command = [*mask_kernel._compiler(), *mask_kernel._FLAGS, "-o", str(tmp_path / "wrong.so"), str(wrong)]
+    subprocess.run(command, check=True)
+    (path,) = kept.iterdir()
+    write_sealed(path, (tmp_path / "wrong.so").read_bytes())
+    with monkeypatch.context() as patch:
+        assert not later(kept, patch).is_ready
+    assert used(monkeypatch, kept).is_ready  # it is compiled when that pays, and replaced
+    assert later(kept, monkeypatch).is_ready
+
+
+def test_the_cache_knows_the_file(kept: Path) -> None:
+    assert entries(kept) == list(kept.iterdir())

@@ -3,6 +3,7 @@
 import copy
 import gc
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 from unittest import mock
@@ -573,6 +574,7 @@ def test_checkpoint_of_another_family(name: str) -> None:
     assert repr(saved) == repr(saved_by.state_dict())
 
 
+@pytest.mark.new_torch
 def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
     module = Net()
     optimizer = optim.Adam(module.parameters(), weight_decay=0.1, decoupled_weight_decay=True)
@@ -609,9 +611,13 @@ def test_a_wrapper_that_goes_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert FreesMemory.freed == ["AdamW"]
 
 
-def test_what_torchs_kernels_can_do_is_not_asked_of_a_mock() -> None:
+def test_what_torchs_kernels_can_do_is_not_asked_of_a_mock(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """The answer holds for the process: a step that does nothing would make a fused kernel right that is not."""
     steps = []
+    monkeypatch.setattr(sys.modules["torch.optim.sgd"], "_fused_sgd", lambda *args, **kwargs: None)
+    request.addfinalizer(fused._has_fused_kernel.cache_clear)
     fused._has_fused_kernel.cache_clear()
     with mock.patch.object(optim.SGD, "step") as step:
         hook = register_optimizer_step_pre_hook(lambda *args: steps.append(args))

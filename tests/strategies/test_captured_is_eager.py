@@ -24,6 +24,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from processes import START
+from small_modules import Small
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -578,3 +579,36 @@ def test_captured_is_eager_in_two_processes(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(captured, stock, rtol=1e-4, atol=1e-6)
     report = CompileReport.from_dict(json.loads((tmp_path / "report.json").read_text()))
     assert report.graphs or report.notes
+
+
+class Watched(Small):
+    """What ``wandb.watch`` puts on a module: hooks of all gradients, of the whole and of layers, with counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        for name, parameter in self.named_parameters():
+            parameter.register_hook(functools.partial(self._note, name, [0]))
+        self.register_forward_hook(functools.partial(self._note_weights, [0]))
+
+    def _note(self, name: str, count: list[int], gradient: Tensor) -> None:
+        count[0] += 1
+        if count[0] % 3 == 0:
+            self.seen.append((name, gradient.abs().sum().item()))
+
+    def _note_weights(self, count: list[int], *_: Any) -> None:
+        count[0] += 1
+        if count[0] % 3 == 0:
+            self.seen += [(name, parameter.sum().item()) for name, parameter in self.named_parameters()]
+
+
+def test_hooks_of_several_gradients_keep_their_order(make_trainer: Callable[..., Any]) -> None:
+    seen = []
+    for strategy in ("auto", ORTStrategy(config={"placement": "always", "cache_dir": None})):
+        module = Watched()
+        make_trainer(strategy=strategy, max_epochs=4).fit(module)
+        seen.append(module.seen)
+    assert [name for name, _ in seen[0]] == [name for name, _ in seen[1]]
+    assert [value for _, value in seen[0]] == pytest.approx([value for _, value in seen[1]], rel=1e-4)
+    assert strategy.report.ort_runs > 0  # of validation
+    assert len(strategy.report.graphs) < 5

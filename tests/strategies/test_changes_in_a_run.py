@@ -315,7 +315,7 @@ def test_torch_compile_switched_off(variable: str, make_trainer: Any, monkeypatc
     strategy, module = ORTStrategy(config={"start": "now"}), Small()
     make_trainer(strategy=strategy, max_epochs=1).fit(module)
     assert len(module.losses) == 4
-    assert [str(note) for note in strategy.report.notes] == [f"all steps: capture is off: {variable}=1 is set"]
+    assert [str(note) for note in strategy.report.notes] == [f"module: steps are not captured: {variable}=1 is set"]
 
 
 class MockedReset(Copies):

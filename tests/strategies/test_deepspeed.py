@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from processes import START, Recorded, fit
 from torch import nn
@@ -218,6 +219,135 @@ def test_offload(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     assert_states_equal(tmp_path / "ours.ckpt", tmp_path / "stock.ckpt")
 
 
+class Odd(Recorded):
+    """Has a temperature without dimensions, other strides, and frozen layers in bfloat16, with a bfloat16 buffer."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder, name)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.net[0].weight = nn.Parameter(torch.randn(8, 64).t())
+        self.base = nn.Linear(8, 8).bfloat16().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.base.weight.dtype == torch.bfloat16
+        return self.net(self.base(x.bfloat16()).float()) * self.temperature.exp()
+
+
+def test_parameters_of_any_shape_and_dtype(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    stock = fit(Odd(tmp_path, "stock"), DDPStrategy(start_method=START), make_trainer)
+    ours = fit(Odd(tmp_path, "ours"), zero1(), make_trainer)
+    assert ours[0]["losses"] == pytest.approx(stock[0]["losses"], rel=1e-4)
+    assert_states_equal(tmp_path / "ours.ckpt", tmp_path / "stock.ckpt")
+    rest = fit(Odd(tmp_path, "rest"), zero1(), make_trainer, max_epochs=3, ckpt_path=tmp_path / "stock.ckpt")
+    same = fit(
+        Odd(tmp_path, "same"),
+        DDPStrategy(start_method=START),
+        make_trainer,
+        max_epochs=3,
+        ckpt_path=tmp_path / "ours.ckpt",
+    )
+    assert rest[0]["losses"] == pytest.approx(same[0]["losses"], rel=1e-4)
+
+
+class Clips(Sgd):
+    """Clips as it is told, with gradients that are large."""
+
+    def __init__(self, folder: Path, name: str, algorithm: str, manual: bool) -> None:
+        super().__init__(folder, name)
+        self.algorithm, self.automatic_optimization = algorithm, not manual
+
+    def clip(self, optimizer: Any) -> None:
+        if self.algorithm == "torch":
+            nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm=self.algorithm)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return 3 * loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(3 * loss)
+        self.clip(optimizer)
+        optimizer.step()
+        return None
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.current_epoch:  # not in the first
+            self.clip(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "manual"), [("norm", True), ("value", True), ("norm", False), ("value", False), ("torch", False)]
+)
+def test_clips_as_hooks_say(algorithm: str, manual: bool, make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    arguments = (
+        {} if manual or algorithm != "norm" else {"gradient_clip_val": 0.01}
+    )  # which the hook does not always use
+    stock = fit(Clips(tmp_path, "stock", algorithm, manual), DDPStrategy(start_method=START), make_trainer, **arguments)
+    ours = fit(Clips(tmp_path, "ours", algorithm, manual), zero1(), make_trainer, **arguments)
+    assert ours[0]["losses"] == pytest.approx(stock[0]["losses"], rel=1e-4)
+    assert_states_equal(tmp_path / "ours.ckpt", tmp_path / "stock.ckpt")
+
+
+class Looks(Sgd):
+    """Looks at gradients in hooks, and changes them."""
+
+    def __init__(self, folder: Path, name: str, changes: float) -> None:
+        super().__init__(folder, name)
+        self.changes, self.seen = changes, []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradient = self.net[0].weight.grad
+        self.seen.append(gradient.norm().item())
+        gradient.mul_(self.changes)
+
+    def on_train_end(self) -> None:
+        self.losses = [*self.losses, *self.seen]
+        super().on_train_end()
+
+
+@pytest.mark.parametrize(("precision", "offload"), [("32-true", False), ("32-true", True), ("bf16-mixed", False)])
+def test_hooks_see_and_change_averaged_gradients(
+    precision: Any, offload: bool, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    stock = fit(Looks(tmp_path, "stock", 0.5), DDPStrategy(start_method=START), make_trainer, precision=precision)
+    strategy = zero1(offload_optimizer=offload)
+    ours = fit(Looks(tmp_path, "ours", 0.5), strategy, make_trainer, precision=precision)
+    tolerance = {"rel": 1e-4} if precision == "32-true" else {"abs": 0.02}
+    for facts, expected in zip(ours, stock, strict=True):
+        assert facts["losses"] == pytest.approx(expected["losses"], **tolerance)
+    steps = len(ours[0]["losses"]) // 2
+    assert ours[0]["losses"][steps:] == ours[1]["losses"][steps:]
+
+
+class Settings:
+    """An object of the user's."""
+
+
+class WithObject(Recorded):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["settings"] = Settings()
+
+
+def test_weights_only(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    def resume(name: str, **kwargs: Any) -> None:
+        trainer = make_trainer(strategy=zero1(), devices=1, limit_val_batches=0, max_epochs=2)
+        trainer.fit(Recorded(tmp_path, name), ckpt_path=tmp_path / "saved.ckpt", **kwargs)
+
+    fit(WithObject(tmp_path, "saved"), zero1(), make_trainer, devices=1, max_epochs=1)
+    resume("resumed", weights_only=False)
+    assert (tmp_path / "resumed.ckpt").exists()
+    with pytest.raises(Exception, match="Weights only load failed"):
+        resume("refused")
+
+
+def test_learning_rate_finder(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"LearningRateFinder.*ort_ddp"):
+        Tuner(make_trainer(strategy=zero1(), devices=1)).lr_find(Recorded(tmp_path, "module"))
+
+
 # bad input
 
 
@@ -287,6 +417,10 @@ def _half(module: nn.Module) -> Any:
     return torch.optim.SGD(module.parameters())
 
 
+def _all_double(module: nn.Module) -> Any:
+    return torch.optim.SGD(module.double().parameters())
+
+
 def _frozen(module: nn.Module) -> Any:
     module.net[0].requires_grad_(False)
     groups = [{"params": module.net[0].parameters()}, {"params": module.net[3].parameters()}]
@@ -301,6 +435,7 @@ def _frozen(module: nn.Module) -> Any:
         (lambda m: torch.optim.Adafactor(m.parameters()), {}, "whole parameters"),
         (lambda m: torch.optim.AdamW(m.parameters()), {"optim": "adamw_bnb_8bit"}, "ort_ddp"),
         (_half, {}, r"float32.* and .*float64|float64.* and .*float32"),
+        (_all_double, {}, "parameters of torch.float64.*ort_zero1_native"),
         (_frozen, {}, "Parameter group 0 has no parameter"),
         (
             lambda m: torch.optim.AdamW(m.parameters()),

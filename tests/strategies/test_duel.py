@@ -1,8 +1,10 @@
 """When a duel is over, and what it has found: by plain calls."""
 
+from collections.abc import Callable
+
 import pytest
 
-from lightning_ort.strategies.race.duel import LEAST, MOST, Duel
+from lightning_ort.strategies.race.duel import LEAST, MANY, MOST, TOGETHER, Duel
 from lightning_ort.strategies.race.terms import UNCHANGED, Took, Way
 
 ORT = Way("ort")
@@ -88,3 +90,42 @@ def test_working_seconds_count() -> None:
     assert made.medians == {ORT: pytest.approx(0.1), UNCHANGED: pytest.approx(0.2)}
     assert made.slowdown == {ORT: pytest.approx(5.0), UNCHANGED: pytest.approx(1.5)}
     assert Took(0.1, waited=0.2).working == 0.0
+
+
+def test_nothing_is_over_while_one_way_has_run_more_often() -> None:
+    one, other = Way("recorded"), Way("torch")
+    duel = Duel(one, other, (one, other))
+    for _ in range(40):
+        duel.add(one, Took(1.0))
+    assert not duel.is_over
+    for _ in range(40):
+        duel.add(other, Took(2.0))
+    assert duel.is_over
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 1e-4, 4e-4, 1e-3, 3e-3, 0.1])
+def test_short_steps_are_timed_together(seconds: float) -> None:
+    made = Duel(ORT, UNCHANGED, [ORT, UNCHANGED])
+    assert made.length == 1, "nobody knows how long one takes"
+    made.add(ORT, Took(seconds))
+    made.add(UNCHANGED, Took(2.0))
+    made.add(UNCHANGED, Took(2.0))
+    assert made.turn == ORT
+    assert made.length == MANY or TOGETHER / 2 < made.length * seconds <= max(TOGETHER, seconds)
+    made.add(ORT, Took(seconds))
+    made.add(ORT, Took(seconds))
+    assert made.turn == UNCHANGED
+    assert made.length == 1
+
+
+def test_all_steps_of_a_turn_count_where_their_seconds_do(limits: Callable[..., None]) -> None:
+    made = Duel(ORT, UNCHANGED, [ORT, UNCHANGED])
+    for _ in range(LEAST):
+        made.add(ORT, Took(0.3, steps=5))
+        made.add(UNCHANGED, Took(0.1, steps=2))
+    assert made.overhead(UNCHANGED) == pytest.approx(LEAST * 5 * 0.2)
+    assert made.medians == {ORT: 0.3, UNCHANGED: 0.1}
+    limits(duel=1.01 * LEAST * 1.7)
+    assert not made.is_over
+    limits(duel=0.99 * LEAST * 1.7)
+    assert made.is_over

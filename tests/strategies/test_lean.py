@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning_utilities.core.imports import RequirementCache
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ort import ORTStrategy
@@ -49,7 +50,11 @@ def check(seed: int, folder: Path) -> None:
     assert_same(resumed["stock"], resumed["lean"], f"resumed, {what}")
 
 
-@pytest.mark.parametrize("seed", [*range(8), 84, 100, 665, 805, 881])  # the last five have shown defects
+# the last five have shown defects; two have an interval of time, which older releases refuse
+BY_TIME = [805, 881] if RequirementCache("lightning>=2.6") else []
+
+
+@pytest.mark.parametrize("seed", [*range(8), 84, 100, 665, *BY_TIME])
 def test_same_record(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
 
@@ -187,7 +192,7 @@ def test_a_run_that_ends_oddly_keeps_no_data(make_trainer: Any) -> None:
     assert_same(*records[:2], "loads again")
     assert {alive for alive, _ in module.record} == {2}  # one to train and one to validate
     assert strategy.steps == 18
-    assert "post_training_step" in strategy.report.run.trainer_loop
+    assert strategy.report.run.trainer_loop == "lean"
 
 
 @pytest.mark.parametrize(("run", "logs", "share"), [("fit", False, 0.3), ("fit", True, 0.2), ("validate", False, 0.34)])

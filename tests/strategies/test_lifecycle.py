@@ -303,7 +303,7 @@ def test_only_children_of_a_step_that_is_given_an_iterator_are_captured(make_tra
     assert len(losses[1]) == 8
     assert strategy.report.ort_runs > 0
     kinds = [note.reason.type for note in strategy.report.notes if note.where == "training_step"]
-    assert kinds == [ReasonType.GIVEN_ITERATOR, ReasonType.NOT_AUDITED]
+    assert kinds == [ReasonType.GIVEN_ITERATOR]
 
 
 def test_step_replaced_between_runs(make_trainer: Callable[..., Any]) -> None:

@@ -17,6 +17,8 @@ from lightning_ort.compiler.executors.ort.binding import BoundSession
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.running.fallbacks import GuardedGraph
 
+pytestmark = pytest.mark.usefixtures("no_recordings")
+
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
     MemoryError("std::bad_alloc"),

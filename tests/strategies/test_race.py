@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_the_unchanged_step_is_not_met_again_where_it_has_no_room() -> None:
     drive(race, times, 50)
     no_room = lambda way: "too large" if way == UNCHANGED else ""  # noqa: E731
     assert set(drive(race, times, 3 * RECHECK, obstacle=no_room)) == {"ort"}
-    assert race.quiet_steps > 0
+    assert not race.wants_time
     assert "unchanged" in drive(race, times, 2 * RECHECK)
 
 
@@ -318,7 +319,7 @@ def test_quiet_steps_need_no_questions() -> None:
     drive(one, times, 400)
     calls = 0
     while other.steps < 400:
-        if quiet := min(other.quiet_steps, 400 - other.steps):
+        if not other.wants_time and (quiet := min(other.quiet_steps, 400 - other.steps)):
             other.pass_by(quiet)
             continue
         drive(other, times, 1)
@@ -328,6 +329,25 @@ def test_quiet_steps_need_no_questions() -> None:
     assert happened(one) == happened(other)
 
 
+def test_short_steps_take_turns_of_several(limits: Callable[..., None]) -> None:
+    """The faster wins by as long a duel as ever, of few questions, and is not rechecked sooner for that."""
+    limits(duel=0.06)
+    race, times, steps, questions = make(cost=0.0), {UNCHANGED: 5e-4, ORT: 2e-4}, Counter[Way](), 0
+    while race.steps < 5000:
+        way = race.next(Now(10**6))
+        number = race.quiet_steps
+        if not race.wants_time:
+            race.pass_by(max(1, min(number, 64)))
+            continue
+        questions += 1
+        steps[way] += number
+        race.done(Took(times[way], steps=number))
+    assert happened(race) == [("ort", "starts"), ("ort", "wins")]
+    assert questions < 60
+    assert sum(times[way] * steps[way] for way in times) == pytest.approx(0.06, rel=0.25)
+    assert race.steps >= 5000 > race.saved / (times[UNCHANGED] - times[ORT]) > 4000
+
+
 def test_an_unchanged_step_without_challengers_is_quiet() -> None:
     race = make(saves=0.0)
     for number in range(1, 2 * RECHECK):
@@ -335,7 +355,7 @@ def test_an_unchanged_step_without_challengers_is_quiet() -> None:
         race.done(Took(0.1 if number <= SAMPLES else 0.0))
         assert race.wants_time == (number < SAMPLES)
     assert race.usual == 0.1
-    assert race.quiet_steps > 0
+    assert not race.wants_time
     race.fail(ORT, Failure("of no use"))
     assert race.quiet_steps > 10**6
 
@@ -487,6 +507,14 @@ def test_of_the_steps_of_a_turn_one_counts_that_the_race_has_to_know(quiet: int,
     turn.steps, turn.seconds = steps, 7.0
     turn.tell(race, lambda: 0.0)
     assert (race.steps, race.usual) == (steps, usual)
+
+
+def test_the_steps_of_a_timed_turn_count_by_their_mean() -> None:
+    race = make()
+    turn = Turn(race.next(Now(100)), 5, is_timed=True)
+    turn.steps, turn.seconds, turn.waited = 4, 8.0, 2.0
+    turn.tell(race, lambda: 0.0)
+    assert (race.steps, race.usual) == (4, 1.5)
 
 
 def test_nothing_more_is_compiled_in_a_call_that_takes_too_long() -> None:
@@ -646,7 +674,7 @@ def test_what_an_unchanged_step_takes_is_what_it_took_last() -> None:
         timed += race.wants_time
         race.done(Took(0.2))
     assert SAMPLES // 2 < timed < SAMPLES
-    assert race.quiet_steps > 0
+    assert not race.wants_time
 
 
 def test_a_step_that_an_audit_takes_part_in_says_nothing_of_the_unchanged_step() -> None:

@@ -138,7 +138,7 @@ def test_steps_that_need_no_question_are_as_many_as_those_to_the_next_answer() -
     one, other, times, steps = make(cost=0.0), make(cost=0.0), {UNCHANGED: 0.1, ORT: 0.2}, RECHECK + SAMPLES + 60
     drive(one, times, steps, slowed=slowed)
     while other.steps < steps:
-        if quiet := min(other.quiet_steps, steps - other.steps):
+        if not other.wants_time and (quiet := min(other.quiet_steps, steps - other.steps)):
             other.pass_by(quiet)
         else:
             drive(other, times, 1, slowed=slowed)

@@ -119,7 +119,8 @@ def test_losses_gradients_parameters_and_states_are_those_of_eager(
     steps = 10 * kwargs.get("max_epochs", 2)
     assert len(looks.losses) == steps
     assert len(runs) >= steps - 4
-    assert len(engine) < 8, "steps that needed the engine: the first ones, and where something was compiled"
+    # the first ones, and where something was compiled, which a comparison with eager repeats
+    assert len(engine) < steps / 2, "steps that needed the engine"
     torch.testing.assert_close(torch.tensor(looks.losses), torch.tensor(eager.losses), atol=1e-5, rtol=1e-5)
     for one, other in zip(looks.seen, eager.seen, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)

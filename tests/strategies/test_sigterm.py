@@ -13,11 +13,11 @@ import torch
 from fault_runs import RANKS, Run, Slow, train
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.imports import RequirementCache
 
 from lightning_ort import ORTDDPStrategy, ORTNativeZeRO1Strategy, ORTZeRO1Strategy
 from lightning_ort.lightning import AtomicCheckpointIO
-from lightning_ort.strategies.distributed import sigterm
-from lightning_ort.strategies.distributed.sigterm import SIGTERM_CHECKPOINT, STATUS
+from lightning_ort.strategies.distributed.ending import SIGTERM_CHECKPOINT, STATUS
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
 STEPS = 40
@@ -157,29 +157,6 @@ def test_while_a_checkpoint_is_written(rank: int, start: Callable[..., Run], tmp
     assert 1 <= last["global_step"] <= saved["global_step"]
 
 
-class Stuck(Slow):
-    """Comes to no end in one rank."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_rank == 1 and batch_idx == 4:
-            time.sleep(1000)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_that_is_stuck(
-    rank: int, start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sigterm, "PATIENCE_SECONDS", 2.0)
-    run = start(lambda: train(Stuck(tmp_path)))
-    ranks = run.wait_for_step(3)
-    time.sleep(0.5)
-    os.kill(ranks[rank], signal.SIGTERM)
-    assert STATUS in run.ended(), run.output
-    assert "ends without a checkpoint" in run.output
-    assert not (tmp_path / SIGTERM_CHECKPOINT).exists()
-
-
 class Counts(Slow):
     """Counts the collectives of three settled steps."""
 
@@ -193,13 +170,14 @@ class Counts(Slow):
             self.say("collectives", sorted(name for name in names if name.startswith("gloo:")))
 
 
+@pytest.mark.skipif(not RequirementCache("lightning>=2.6"), reason="it broadcasts nothing for SIGTERM")
 @pytest.mark.parametrize(
-    ("strategy", "others"), [("ddp", ["gloo:broadcast"]), ("ort_ddp", []), ("ort_zero1_native", 4 * ["gloo:broadcast"])]
+    ("strategy", "others"), [("ddp", ["gloo:broadcast"]), ("ort_ddp", []), ("ort_zero1_native", 2 * ["gloo:broadcast"])]
 )
 def test_collectives_of_a_settled_step(
     strategy: str, others: list[str], start: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Lightning has one for a flag, torch's ZeroRedundancyOptimizer one for each parameter."""
+    """Lightning has one for a flag; each process sends its share of four parameters in one."""
 
     def run_script() -> None:
         train(Counts(tmp_path), strategy=lambda **_: strategy, max_steps=8, callbacks=[], enable_checkpointing=False)
@@ -230,7 +208,7 @@ def test_ranks_that_are_apart(rank: int, start: Callable[..., Run], tmp_path: Pa
     os.kill(run.wait_for_step(5)[rank], signal.SIGTERM)
     assert_saved(run)
     first, second = run.read("step")
-    assert first == second > 5
+    assert first == second >= 5
 
 
 class Evaluated(Slow):

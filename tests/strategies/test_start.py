@@ -79,7 +79,7 @@ def test_a_short_fit_compiles_nothing(make_trainer: Callable[..., Any]) -> None:
     (note,) = report.notes
     assert note.where == "training_step"
     assert note.reason.type is ReasonType.NOT_COMPILED
-    assert "compile_budget allows" in note.reason.text
+    assert "it is worth at most" in note.reason.text
     assert "ORTConfig(start='now') compiles at once" in note.reason.text
     first = report.to_text().splitlines()[0]
     assert first.startswith("not compiled yet: training_step: ")
@@ -181,9 +181,7 @@ def test_deterministic_mode_lets_no_clock_decide(make_trainer: Callable[..., Any
         for start in ("amortized", "now")
     )
     for one in (trainer.strategy.report, waits):
-        assert one.graphs == []
-        assert one.notes[-1].where == "training_step"
-        assert one.notes[-1].reason.type is ReasonType.STATIC_RULE
+        assert one.graphs == []  # but it may be recorded, which changes no bit
     assert [graph.name for graph in starts.graphs] == ["training_step/step_0"]
 
 

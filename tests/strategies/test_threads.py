@@ -15,6 +15,7 @@ from torch._dynamo.callback import callback_handler
 
 from lightning_ort import ORTStrategy
 from lightning_ort.compiler.machine import malloc
+from lightning_ort.compiler.reason import ReasonType
 
 
 class Twin(Small):
@@ -85,7 +86,7 @@ def test_two_trainers_in_two_threads(kinds: tuple[type[Twin], type[Twin]], make_
         report = strategy.report
         assert module.losses == pytest.approx(losses, rel=1e-4)
         assert report.ort_runs >= len(losses) - 1  # the first step runs unchanged
-        assert report.notes == report.fallbacks == []
+        assert [note for note in report.notes if note.reason.type is not ReasonType.OPEN] == report.fallbacks == []
         assert report.recompiles == 0
         assert report.graph_breaks == (kind is Breaks)
 

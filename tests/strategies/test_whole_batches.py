@@ -1,9 +1,10 @@
 """Batches of tensors are fetched at once while a run lasts, and are those that torch's loaders give."""
 
+import contextlib
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
+    Dataset,
     DistributedSampler,
     StackDataset,
     Subset,
@@ -70,13 +72,15 @@ def assert_same(one: Any, other: Any) -> None:
             assert getattr(one, name)() == getattr(other, name)()
         assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
         assert one.tolist() == other.tolist()
-    elif isinstance(one, dict):
+    elif isinstance(one, Mapping):
         assert list(one) == list(other)
         assert_same(list(one.values()), list(other.values()))
-    elif isinstance(one, (list, tuple)):
+    elif isinstance(one, Sequence) and not isinstance(one, (str, bytes)):
         assert len(one) == len(other)
         for left, right in zip(one, other, strict=True):
             assert_same(left, right)
+    elif isinstance(one, np.ndarray):
+        assert one.tolist() == other.tolist()
     else:
         assert one == other
 
@@ -97,6 +101,47 @@ def a_tensor(choose: random.Random, rows: int) -> Tensor:
         lambda: x[:1].expand(x.shape),
         lambda: x.float().contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.float(),
         lambda: x.float().requires_grad_() if choose.random() < 0.3 else x.float(),
+    ]
+    return choose.choice(forms)()
+
+
+class Indexes(Dataset[Any]):
+    """Of a user: its examples are what it has at an index."""
+
+    def __init__(self, x: Any, y: Any, *more: Any) -> None:
+        self.x, self.y, self.more = x, y, {"first": more}
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: Any) -> Any:
+        x, y = self.x[index], self.y[index]
+        more = self.more["first"][0][index] if self.more else torch.Tensor()
+        return {"x": x, "both": (x, y), "more": [more]}
+
+
+ONE_BY_ONE.add(Indexes.__getitem__.__code__)
+
+
+def an_array(choose: random.Random, rows: int) -> Any:
+    """What a data set may index: an array, tensor or list."""
+    shape = choose.choice([(), (), (3,), (0,), (2, 3), (3, 4, 4)])
+    dtypes = ["?", "i1", "i4", "i8", "u1", "u2", "f2", "f4", "f8", "c8"]
+    dtype = choose.choice(dtypes if choose.random() < 0.95 else ["u8", ">f4", "U2"])
+    x: Any = (np.arange(rows * int(np.prod(shape))).reshape(rows, *shape) % 251).astype(dtype)
+    forms: list[Callable[[], Any]] = [
+        lambda: x,
+        lambda: x,
+        lambda: x,
+        lambda: np.concatenate([x, x])[::2],
+        lambda: np.asfortranarray(x),
+        lambda: x.tolist(),
+        lambda: list(x),
+        lambda: tuple(x),
+        lambda: a_tensor(choose, rows),
+        lambda: torch.from_numpy(x.real.astype("f4")),
+        lambda: np.broadcast_to(x[:1], x.shape),  # read-only
+        lambda: np.ma.masked_array(x),
     ]
     return choose.choice(forms)()
 
@@ -128,6 +173,8 @@ def a_dataset(choose: random.Random, depth: int = 0) -> Any:
             return choose.choice([StackDataset(inner, again), StackDataset(first=inner, second=again)])
         return ConcatDataset([inner, choose.choice([Subset(inner, range(size // 2)), a_dataset(choose, depth + 1)])])
     rows = choose.randrange(5, 40)
+    if kind < 0.7 or (depth and choose.random() < 0.3):
+        return Indexes(*(an_array(choose, choose.choice([rows] * 20 + [rows - 1])) for _ in range(3)))
     tensors = [a_tensor(choose, rows) for _ in range(choose.randrange(1, 4))]
     return tensors[0] if choose.random() < 0.1 else TensorDataset(*tensors)
 
@@ -170,14 +217,14 @@ def two_epochs(seed: int) -> list[Any]:
 
 def test_any_loader_gives_what_it_gives_otherwise() -> None:
     faster = 0
-    for seed in range(150):
+    for seed in range(400):
         with taken() as usual:
             expected = two_epochs(seed)
         with taken() as whole, in_a_run():
             found = two_epochs(seed)
         assert_same(found, expected)
         faster += len(whole) < len(usual)
-    assert faster > 40  # the others fail, are a tensor themselves, have few examples, or are odd
+    assert faster > 80  # the others fail, are a tensor themselves, have few examples, or are odd
 
 
 X, Y = torch.arange(40.0).view(20, 2), torch.arange(20)
@@ -206,6 +253,33 @@ class Listed(TensorDataset):
         return [self[index] for index in indices]
 
 
+class ReadsByCode(Indexes):
+    reads = 0
+
+    def __getattr__(self, name: str) -> Any:
+        ReadsByCode.reads += 1
+        return X + ReadsByCode.reads if name == "x" else self.__getattribute__(name)
+
+    def __init__(self) -> None:
+        super().__init__(X, Y, Y)
+        del self.x
+
+
+class HasProperty(Indexes):
+    @property
+    def y(self) -> Any:
+        return Y + 7
+
+    @y.setter
+    def y(self, value: Any) -> None:
+        pass
+
+
+class IndexesMore(Indexes):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index)["x"] + torch.rand(2)
+
+
 class Named(TensorDataset):
     """Reads as its base does."""
 
@@ -231,8 +305,18 @@ def kept_out(monkeypatch: pytest.MonkeyPatch, name: str) -> DataLoader:
         monkeypatch.setitem(default_collate_fn_map, Tensor, lambda batch, **_: torch.stack(batch) + 1)
     elif name == "collate of tuples":
         monkeypatch.setitem(default_collate_fn_map, tuple, lambda batch, **_: batch)
+    elif name == "collate of arrays":
+        dataset = Indexes(X.numpy(), Y, Y)
+        monkeypatch.setitem(default_collate_fn_map, np.ndarray, lambda batch, **_: torch.tensor(np.array(batch)) + 1)
     elif name == "a class of tensors":
         dataset = TensorDataset(X.as_subclass(Tagged), Y)
+    elif name == "method of an own class":
+        dataset = Indexes(X, Y, Y)
+        monkeypatch.setattr(Indexes, "__getitem__", lambda self, index: X[index] + 1)
+    elif name == "attributes by code":
+        dataset = ReadsByCode()
+    elif name in ("own property", "random"):
+        dataset = {"own property": HasProperty, "random": IndexesMore}[name](X, Y, Y)
     else:
         dataset = {"overridden": Doubles, "property": Lazy, "lists": Listed}[name](X, Y)
     return DataLoader(dataset, batch_size=5, **settings)
@@ -247,19 +331,26 @@ def kept_out(monkeypatch: pytest.MonkeyPatch, name: str) -> DataLoader:
         "attribute of the data set",
         "collate of tensors",
         "collate of tuples",
+        "collate of arrays",
         "a class of tensors",
         "overridden",
         "property",
         "lists",
+        "method of an own class",
+        "attributes by code",
+        "own property",
+        "random",
     ],
 )
 def test_what_is_read_otherwise_stays_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = kept_out(monkeypatch, name)
-    Lazy.reads = 0
-    usual = list(loader)
-    Lazy.reads = 0
-    with in_a_run():
-        assert_same(list(loader), usual)
+    seen: list[Any] = []
+    for context in (contextlib.nullcontext(), in_a_run()):
+        Lazy.reads = ReadsByCode.reads = 0
+        torch.manual_seed(0)
+        with context:
+            seen.append([list(loader), Lazy.reads, ReadsByCode.reads, torch.get_rng_state()])
+    assert_same(*seen)
 
 
 def test_a_subclass_that_changes_nothing_is_fetched_at_once() -> None:
@@ -292,6 +383,47 @@ def test_data_that_changes_while_it_is_read() -> None:
     usual = batches()
     with in_a_run():
         assert_same(batches(), usual)
+
+
+@pytest.mark.parametrize("of", [lambda dataset: dataset, lambda dataset: Subset(dataset, range(20))])
+def test_what_is_indexed_may_be_replaced(of: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Indexes.__getitem__
+
+    def batches() -> list[Any]:
+        dataset = Indexes(X.clone(), Y.numpy().copy(), Y.tolist())
+        seen = []
+        for number, batch in enumerate(DataLoader(of(dataset), batch_size=4)):
+            seen.append(copy.deepcopy(batch))
+            batch["x"].fill_(-1)  # which is no part of the data
+            batch["both"][1].fill_(-1)
+            if number == 0:
+                dataset.x, dataset.y[:] = dataset.x.numpy() * 2, 5
+            if number == 1:
+                dataset.more = {"first": [Y + 3]}
+            if number == 3:
+                dataset.more = {}
+            if number == 2:
+                monkeypatch.setattr(Indexes, "__getitem__", lambda self, index: own(self, (index + 1) % 4))
+        monkeypatch.undo()
+        return [*seen, dataset.x, dataset.y.tolist()]
+
+    usual = batches()
+    with in_a_run():
+        assert_same(batches(), usual)
+
+
+@pytest.mark.parametrize("indices", [[0, 1, 2, 20], [0, -1, 2, -20], [0, -21, 3, 4]])
+@pytest.mark.parametrize("x", [X, X.numpy(), X.tolist()])
+def test_indices_out_of_range(x: Any, indices: list[int]) -> None:
+    def batch() -> Any:
+        try:
+            return list(DataLoader(Indexes(x, Y, Y), batch_sampler=[[0, 1, 2, 3], indices]))
+        except IndexError as error:
+            return str(error)
+
+    usual = batch()
+    with in_a_run():
+        assert_same(batch(), usual)
 
 
 def test_a_collate_function_that_is_replaced_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

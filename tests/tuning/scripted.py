@@ -21,19 +21,14 @@ def facts(**changes: Any) -> Facts:
         "accumulate": 1,
         "counts_examples": True,
         "stream": False,
-        "fixed_batches": None,
         "made_of_tensors": True,
         "num_workers": 0,
-        "optimizers": ["AdamW"],
         "fusable": True,
-        "automatic_optimization": True,
         "batch_norm": False,
         "convolutions": True,
-        "blocks": 2,
         "threads": 2,
         "precision": "32-true",
         "bfloat16": 2.0,
-        "memory": None,
     }
     return Facts(**usual | changes)
 
@@ -84,6 +79,3 @@ class Machine:
 
     def stop(self, candidate: Candidate) -> None:
         self.running.pop(candidate, None)
-
-    def free_memory(self) -> int | None:
-        return None

@@ -7,25 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from lightning_ort.tuning.candidate import Candidate
-from lightning_ort.tuning.picture import pareto_front
 from lightning_ort.tuning.trainer_process import Sample
-from lightning_ort.tuning.trials import (
-    LEAST,
-    Departure,
-    Trial,
-    break_even,
-    departure,
-    fastest,
-    not_measured,
-    sketch,
-    speed,
-    while_busy,
-    without_losses,
-)
+from lightning_ort.tuning.trials import LEAST, Departure, Trial, break_even, departure, not_measured, speed, while_busy
 
 
 def trial(rounds: dict[int, float], **more: object) -> Trial:
-    made = Trial(Candidate(engine="ort"), "a stage", "a reason", 4, 2, rounds=rounds)
+    made = Trial(Candidate(engine="ort"), "a reason", 4, 2, rounds=rounds)
     for name, value in more.items():
         setattr(made, name, value)
     return made
@@ -35,12 +22,10 @@ def test_speed_is_of_common_rounds() -> None:
     own = trial({1: 1.0, 2: 2.0, 3: 1.0, 9: 100.0})
     found = speed(trial({1: 0.5, 2: 1.0, 3: 0.5}), own)
     assert found is not None
-    assert (found.median, found.rounds) == (pytest.approx(2.0), 3)
-    assert found.low == pytest.approx(2.0)
-    assert found.is_clear
+    assert (found.median, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
     noisy = speed(trial({1: 0.5, 2: 3.0, 3: 0.9}), own)
     assert noisy is not None
-    assert not noisy.is_clear
+    assert noisy.low < 1 < noisy.high
     assert speed(trial({7: 1.0}), own) is None
     assert speed(trial({1: 0.5}), own).low == 0
 
@@ -54,23 +39,12 @@ def test_break_even() -> None:
     assert break_even(trial({}), own, None) is None
 
 
-def test_fastest_first() -> None:
-    own, slow, fast = trial({1: 1.0, 2: 1.0}), trial({1: 2.0, 2: 2.0}), trial({1: 0.5, 2: 0.5})
-    assert fastest([slow, fast], own) == [fast, slow]
-
-
 @pytest.mark.parametrize(("slowed", "notes"), [((1.0, 1.2, 9.0), 0), ((1.0, 2.0, 3.0), 1), ((), 0)])
 def test_a_busy_machine_is_named(slowed: tuple[float, ...], notes: int, limits: Callable[..., None]) -> None:
     limits(slowdown=1.25)
     found = while_busy([trial({}, samples=[Sample(1.0, [], None, slowdown=each) for each in slowed])])
     assert len(found) == notes
     assert all("(steps took 2.0 times as long)" in note for note in found)
-
-
-def test_trials_without_losses_are_named() -> None:
-    silent, other = (trial({}, samples=[Sample(1.0, [], None)], name=name) for name in ("silent", "other"))
-    (note,) = without_losses([silent, trial({}, name="not started"), other, trial({}, samples=[1], losses=[1.0])])
-    assert note.endswith("(silent, other)")
 
 
 def test_what_was_not_measured_has_a_line_for_each_reason() -> None:
@@ -107,14 +81,3 @@ def test_another_order_of_the_examples_is_no_departure() -> None:
     for diverged in (math.nan, math.inf):
         assert departure(one, [*other[:-1], diverged]) is None
         assert departure(one, [diverged, *other[1:]]) is None
-
-
-def test_sketch() -> None:
-    assert sketch([float(number) for number in range(11)]) == "0 2 4 6 8 10"
-    assert sketch([]) == ""
-    assert sketch([1.5]) == "1.5"
-
-
-def test_pareto_front() -> None:
-    points = [(2.0, 5.0), (1.0, 3.0), (3.0, 4.0), (1.0, 2.0), (4.0, 6.0)]
-    assert pareto_front(points) == [1, 0, 4]

@@ -1,10 +1,11 @@
-"""Keeps decisions, timings and models between runs, in a folder of JSON and ONNX files named by a SHA-256.
+"""Keeps decisions, timings, models and a function between runs, in a folder of files named by a SHA-256.
 
 - ``graph-<hash>.json``: for each node of a graph, whether an executor can run it
 - ``region-<hash>.json`` and ``region-<hash>.onnx``: the timing and the model of a region
 - ``graphs-<hash>.json``: the report of a graph, and of its gradient, of which torch runs everything
 - ``step-<hash>.json``: a captured step as one graph with its gradients, lowered (:mod:`.kept_step`)
 - ``start-<hash>.json``: how long it took to start a module's step, and what that was worth
+- ``masks-<hash>.so``: the function that draws dropout masks (:mod:`lightning_ort.compiler.executors.mask_kernel`)
 
 The hash covers the graph (:mod:`.fingerprint`), or the module and its first batch; the versions
 of onnxruntime and torch, and the sources of the compiler; the executor and its providers; the settings on which it
@@ -30,7 +31,6 @@ from torch import fx
 
 from lightning_ort.compat.torch import float32_matmul_precision
 from lightning_ort.compiler.cache import cache_folder
-from lightning_ort.compiler.cache.cache_folder import default_folder
 from lightning_ort.compiler.cache.fingerprint import (
     captured_fingerprint,
     digest,
@@ -77,13 +77,7 @@ class Cache:
     @functools.cached_property
     def _folder(self) -> Path | None:
         """The folder if it exists or can be created, and no other user can write to it; checked when first used."""
-        if self._config.cache_dir is None:
-            return None
-        folder = default_folder() if self._config.cache_dir == "auto" else Path(self._config.cache_dir)
-        if (reason := cache_folder.prepare(folder)) is None:
-            return folder
-        log.warning("Nothing is kept between runs: %s", reason)
-        return None
+        return cache_folder.folder_of(self._config.cache_dir)
 
     def refusals(
         self, gm: fx.GraphModule, executor_key: tuple[str, ...], check: Callable[[], dict[fx.Node, Reason | None]]

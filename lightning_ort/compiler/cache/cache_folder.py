@@ -1,8 +1,9 @@
 """The cache folder: whether it can be trusted, and files in it that are either complete or absent.
 
-The files become models that run in this process, so a folder to which other users can write is not used.
+The files become models and functions that run in this process, so a folder to which other users can write is not used.
 """
 
+import hashlib
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ VARIABLE = "LIGHTNING_ORT_CACHE_DIR"
 
 # far more than is ever written: a model contains shapes and scalars, no weights
 MAX_BYTES = 64 << 20
-_NAME = r"(graphs?|region|start|step)-[0-9a-f]{64}\.(json|onnx)"
+_NAME = r"(graphs?|masks|region|start|step)-[0-9a-f]{64}\.(json|onnx|so)"
 _ENTRY = re.compile(_NAME)
 # what killed writers leave; a living one takes much less than a second
 _PARTIAL = re.compile(rf"{_NAME}\.[a-z0-9_]+\.tmp")
@@ -32,6 +33,17 @@ def default_folder() -> Path:
     import platformdirs  # not at the top: many runs look nothing up
 
     return Path(platformdirs.user_cache_dir("lightning-ort", appauthor=False))
+
+
+def folder_of(cache_dir: str | None) -> Path | None:
+    """Return the folder of a setting if it exists or can be created, and no other user can write to it."""
+    if cache_dir is None:
+        return None
+    folder = default_folder() if cache_dir == "auto" else Path(cache_dir)
+    if (reason := prepare(folder)) is None:
+        return folder
+    log.warning("Nothing is kept between runs: %s", reason)
+    return None
 
 
 def entries(folder: Path, pattern: re.Pattern[str] = _ENTRY) -> list[Path]:
@@ -78,7 +90,7 @@ def untrusted_reason(folder: Path) -> str | None:
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return (
-            f"other users can write to {folder} (mode {stat.S_IMODE(status.st_mode):o}), and the models in it are run."
+            f"other users can write to {folder} (mode {stat.S_IMODE(status.st_mode):o}), and what is in it is run."
             f" If nobody else has written to it: `chmod 700 {folder}`. Otherwise choose another folder with"
             " ORTConfig(cache_dir=...) or LIGHTNING_ORT_CACHE_DIR."
         )
@@ -118,3 +130,21 @@ def write(path: Path, content: bytes) -> None:
         if isinstance(error, PermissionError) and os.name == "nt" and path.exists():
             return  # Windows: another process is reading the existing file
         raise
+
+
+def read_sealed(path: Path) -> bytes:
+    """Return what was written with :func:`write_sealed` under this name; nothing if it is damaged or of another."""
+    content = read(path)
+    return content[:-_SEAL_BYTES] if content == _sealed(path, content[:-_SEAL_BYTES]) else b""
+
+
+def write_sealed(path: Path, content: bytes) -> None:
+    """Write a file with a checksum of its name and its content."""
+    write(path, _sealed(path, content))
+
+
+def _sealed(path: Path, content: bytes) -> bytes:
+    return content + hashlib.sha256(path.name.encode() + b"\0" + content).digest()
+
+
+_SEAL_BYTES = hashlib.sha256().digest_size

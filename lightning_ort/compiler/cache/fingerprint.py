@@ -5,9 +5,8 @@ import hashlib
 import os
 import platform
 import re
-import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import sympy
 import torch
 from torch import fx
 
-from lightning_ort.compat.autograd import tracing_modes
-from lightning_ort.compat.torch import OpOverload, expression_of, hint_of
+from lightning_ort.compat.aot_autograd import tracing_modes
+from lightning_ort.compat.torch_graphs import OpOverload, expression_of, hint_of
 from lightning_ort.compiler.engines import ENGINES
 from lightning_ort.compiler.graphs.nodes import ANY_BYTE, MIXED, is_view, values_of
 
@@ -156,29 +155,36 @@ def digest(*parts: str) -> str:
 def software() -> tuple[str, ...]:
     """Return the builds of onnxruntime, torch and engines, and a hash of this package's sources that matter."""
     # not at the top: it imports more than a hash needs
-    from lightning_ort.compiler.executors.ort.kernels import DISTRIBUTIONS, installed
+    from lightning_ort.compiler.executors.ort.kernels import builds, installed
 
     sources = hashlib.sha256()
     own = Path(__file__).parents[2]
     for path in sorted([*own.glob("compat/*.py"), *own.glob("compiler/**/*.py")]):
         sources.update(path.read_bytes())
-    packages = [*DISTRIBUTIONS, *(engine.package for engine in ENGINES.values() if engine.package)]
-    versions = (str(installed(package)) for package in packages)
-    return (*versions, torch.__version__, sources.hexdigest())
+    packages = filter(None, (engine.package for engine in ENGINES.values()))
+    return (str(builds()), *(str(installed(package)) for package in packages), torch.__version__, sources.hexdigest())
 
 
-def program() -> str:
-    """Return a hash of the files of this process's program: of modules that it loaded and that are not installed."""
-    library = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")})
-    files = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
-    own = (file for file in files if isinstance(file, str) and not file.startswith(library))
+def program(modules: Iterable[object]) -> str:
+    """Return a hash of the files of a program, whose modules these are: of those that are not installed."""
+    files = {getattr(module, "__file__", None) for module in modules}
     states = []
-    # packages may be of another environment than this one: a system's, or one that a .pth file names
-    for file in sorted(file for file in own if not _PACKAGES.search(file)):
+    for file in sorted(file for file in files if isinstance(file, str) and not _is_installed(file)):
         with suppress(OSError):  # such as of a cell of a notebook
             state = os.stat(file)
             states.append(f"{file} {state.st_mtime_ns} {state.st_size}")
     return digest(*states)
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    # packages may be of another environment than this one: a system's, or one that a .pth file names
+    return file.startswith(_library()) or _PACKAGES.search(file) is not None
+
+
+@functools.cache
+def _library() -> tuple[str, ...]:
+    return tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")})
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lightning_ort.compat.torch import FakeTensorMode, OpOverload
+from lightning_ort.compat.torch_graphs import FakeTensorMode, OpOverload
 from lightning_ort.compiler.graphs.nodes import ANY_BYTE, GRADIENTS_FROM, MIXED, NAMESPACES, calls_torch
 
 _META = (ANY_BYTE, MIXED, GRADIENTS_FROM)

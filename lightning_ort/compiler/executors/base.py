@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import OpOverload
+from lightning_ort.compat.torch_graphs import OpOverload
 from lightning_ort.compiler.reason import Reason
 from lightning_ort.compiler.regions.region import Region
 from lightning_ort.config import ORTConfig

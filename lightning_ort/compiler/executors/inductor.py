@@ -1,6 +1,7 @@
 """Inductor as an executor of whole graphs: under ``engine="auto"`` it is timed against the others on whole steps."""
 
 import copy
+import functools
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lightning_ort.compat.autograd import GraphFacts, traced_graph_facts
+from lightning_ort.compat.aot_autograd import GraphFacts, traced_graph_facts
 from lightning_ort.compat.inductor import (
     chunking,
     has_triton,
@@ -24,7 +25,8 @@ from lightning_ort.compat.inductor import (
     joint_pass,
     keeping_budget,
 )
-from lightning_ort.compat.torch import copies_of, storage_of
+from lightning_ort.compat.torch import copies_of
+from lightning_ort.compat.torch_graphs import storage_of
 from lightning_ort.compiler.graphs.conflicts import Captured, InputWrites, conflict_of, in_eager
 from lightning_ort.compiler.machine.out_of_memory import is_out_of_memory
 from lightning_ort.compiler.reason import Reason
@@ -41,7 +43,12 @@ def cpp_compiler_name() -> str:
 
 def cpp_compiler() -> str | None:
     """Return where that compiler is, or ``None`` if there is none."""
-    return shutil.which(cpp_compiler_name())
+    return _which(cpp_compiler_name(), os.environ.get("PATH"))
+
+
+@functools.cache
+def _which(name: str, path: str | None) -> str | None:
+    return shutil.which(name, path=path)
 
 
 def obstacle(on_gpu: bool) -> str:
@@ -131,14 +138,8 @@ class GuardedBackend:
         told = self._give_up, self._leave_to_eager
         guard = GuardedGraph(compiled, eager.forward, monitor, *told, passes=_PASSES, check=check)
         self._guards.add(guard)
-        if request.recording is None:
-            request.keep(guard)
-            return guard
-        from lightning_ort.compiler.running.recorded_step import RecordedStep  # few need it
-
-        recorded = RecordedStep(guard, eager.graph, request.recording)
-        request.keep(recorded)
-        return recorded
+        request.keep(guard)
+        return guard
 
     def _give_up(self, error: Exception) -> None:
         for guard in self._guards:

@@ -3,11 +3,13 @@
 On processors other than Intel's, torch's ``bernoulli`` takes two 32-bit numbers from its generator (mt19937) for each
 element, one element at a time (torch 2.13). The function in ``mask_kernel.c`` computes the same numbers many at a time,
 and leaves the generator in the same state. It is compiled in another thread, when about as much time was spent on
-drawing as it would have saved. That is a fraction of a second, so it is not kept for later runs.
+drawing as it would have saved, and kept for later runs, which load it about when that pays.
 """
 
 import ctypes
 import functools
+import hashlib
+import itertools
 import logging
 import math
 import os
@@ -17,12 +19,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_ort.compat.cpython import in_forked_children
+from lightning_ort.compiler.cache.cache_folder import folder_of, read_sealed, write_sealed
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +34,10 @@ log = logging.getLogger(__name__)
 MIN_ELEMENTS = 4096
 # to draw so many takes 0.2 s longer without the function, and to compile it about as long
 _COMPILE_AFTER = 40_000_000
+# the same of a kept one, which is loaded and checked in a millisecond
+_LOAD_AFTER = 100_000
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+_LIBRARY = "mask_kernel.so"
 _SOURCE = Path(__file__).with_name("mask_kernel.c")
 # the bits of a 1, by dtype
 _ONES = {
@@ -56,12 +63,20 @@ def _reset_after_fork() -> None:
 
 
 class MaskKernel:
-    """The C function, once it is compiled."""
+    """The C function, once it is compiled.
+
+    Attributes:
+        drawn: The elements that could have been drawn by it.
+        problem: Why there is none.
+        cache_dir: The setting that says in which folder it is kept.
+    """
 
     def __init__(self) -> None:
-        self.drawn = 0  # elements that could have been drawn by it
-        self.problem = ""  # why there is none
+        self.drawn = 0
+        self.problem = ""
+        self.cache_dir: str | None = None
         self._function: Any = None
+        self._has_looked = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -74,6 +89,9 @@ class MaskKernel:
         if out.dtype not in _ONES or not _is_dense(out) or not 0 <= p <= 1:
             return False
         self.drawn += out.numel()
+        if self._function is None and self.drawn >= _LOAD_AFTER and not self._has_looked:
+            self._has_looked = True
+            self._load_kept()
         if self._function is None:
             if self.drawn >= _COMPILE_AFTER and self._thread is None:
                 self._thread = threading.Thread(target=self._compile, name="lightning_ort_compile", daemon=True)
@@ -90,13 +108,28 @@ class MaskKernel:
         function(state.data_ptr(), out.data_ptr(), out.numel(), out.element_size(), below, _ONES[out.dtype])
         generator.set_state(state)
 
+    def _load_kept(self) -> None:
+        if sys.platform != "linux" or (kept := folder_of(self.cache_dir)) is None:
+            return
+        try:
+            if not (content := read_sealed(kept / _name())):
+                return
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                path = Path(folder, _LIBRARY)
+                path.write_bytes(content)  # which was read whole, and cannot change while it is loaded
+                problem = self._load(path)
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            log.debug("The kept function for dropout masks is not used: %s", problem)
+
     def _compile(self) -> None:
         if problem := unsupported_reason():
             self.problem = problem
             return
         try:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                path = Path(folder, "mask_kernel.so")
+                path = Path(folder, _LIBRARY)
                 command = [*_compiler(), *_FLAGS, "-o", str(path), str(_SOURCE)]
                 done = subprocess.run(
                     command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
@@ -104,25 +137,28 @@ class MaskKernel:
                 if done.returncode != 0:
                     self.problem = f"{command[0]} failed: {done.stderr.strip()[:200]}"
                     return
-                self._load(path)
+                self.problem = self._load(path)
+                if not self.problem and (kept := folder_of(self.cache_dir)) is not None:
+                    with suppress(OSError):  # a later run compiles it again
+                        write_sealed(kept / _name(), path.read_bytes())
         except (OSError, subprocess.SubprocessError) as error:
             self.problem = str(error)
         finally:
             if self.problem:
                 log.debug("Dropout masks are drawn by torch: %s", self.problem)
 
-    def _load(self, path: Path) -> None:
+    def _load(self, path: Path) -> str:
+        """Draw with the function in a library from now on; return why not, if so."""
         try:
             function = ctypes.CDLL(str(path)).draw_mask
         except (OSError, AttributeError) as error:
-            self.problem = str(error)
-            return
+            return str(error)
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, *[ctypes.c_uint64] * 2]
         function.restype = None
-        if self._agrees(function):
-            self._function = function
-        else:
-            self.problem = "it draws other masks than torch"
+        if not self._agrees(function):
+            return "it draws other masks than torch"
+        self._function = function
+        return ""
 
     def _agrees(self, function: Any) -> bool:
         """Whether the function draws the same as torch, from generators of its own."""
@@ -167,6 +203,16 @@ def _compiler() -> list[str]:
     command = shlex.split(os.environ.get("CC", "cc"))
     found = shutil.which(command[0]) if command else None
     return [found, *command[1:]] if found else []
+
+
+def _name() -> str:
+    """Return under which name the function is kept: for this source, and the instructions that this processor has."""
+    found = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_FLAGS).encode())
+    with open("/proc/cpuinfo", "rb") as lines:
+        for line in itertools.takewhile(bytes.strip, lines):  # of the first core
+            if line.startswith((b"model name", b"flags", b"Features", b"isa")):
+                found.update(line)
+    return f"masks-{found.hexdigest()}.so"
 
 
 def _is_dense(x: torch.Tensor) -> bool:

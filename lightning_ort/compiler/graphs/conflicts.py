@@ -2,7 +2,7 @@
 
 Each function of :data:`CONFLICTS`, the whole list, is one such case, with its reason. The step of such a graph is
 for eager alone, also for inductor, which differs from eager in the same ways. What is not on the list behaves as
-under ``torch.compile``, and audits look for it; a new case is one function here.
+under ``torch.compile``; a new case is one function here.
 """
 
 import inspect
@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from lightning_ort.compat.autograd import casts_within, is_checkpoint, is_recorded_before, keeping_versions, version_of
+from lightning_ort.compat.aot_autograd import casts_within, is_checkpoint
+from lightning_ort.compat.autograd import has_hook, is_recorded_before, keeping_versions, version_of
 from lightning_ort.compat.dynamo import get_data, hooks_a_result, is_variable, leave_frame
-from lightning_ort.compat.torch import storage_of, without_torch_function
-from lightning_ort.compiler.graphs.nodes import has_separate_gradients, tensor_class_of
+from lightning_ort.compat.torch_graphs import storage_of, without_torch_function
+from lightning_ort.compiler.graphs.nodes import has_separate_gradients, int_hint, tensor_class_of
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.request import CompileRequest
 
@@ -154,6 +155,14 @@ def hooked_result(captured: Captured) -> Reason | None:
     return Reason(ReasonType.HOOKED_RESULT, "compiled graphs give it the gradient before the hook")
 
 
+def hooked_parameters(captured: Captured) -> Reason | None:
+    """Autograd calls hooks of gradients where it has each; a graph has all at once, and another order."""
+    if not torch.is_grad_enabled() or sum(map(has_hook, captured.inputs)) < 2:
+        return None
+    text = "so have several parameters, and a compiled graph calls theirs in another order"
+    return Reason(ReasonType.HOOKED_RESULT, text)
+
+
 def earlier_step(captured: Captured) -> Reason | None:
     """A compiled backward pass goes on to an earlier step with zeros, where eager has nothing to go on with."""
     number = captured.request.began_at
@@ -181,6 +190,49 @@ def written_inputs(captured: Captured) -> Reason | None:
     """AOTAutograd copies new values to inputs when a graph is over, which autograd then sees otherwise."""
     conflict = captured.writes.conflict
     return None if conflict is None else Reason(ReasonType.WRITES_TO_INPUT, conflict)
+
+
+# a view with gaps, and parts that AOTAutograd takes to be no views
+_INEXACT_VIEWS = {"unfold", "unsafe_chunk", "unsafe_split", torch.Tensor.unfold}
+
+_INEXACT_VIEWS |= {getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("unsafe_chunk", "unsafe_split")}
+
+
+def inexact_view(captured: Captured) -> Reason | None:
+    """AOTAutograd computes a tensor again from a view of it that was written to: not exactly for each kind of view."""
+    for gm in captured.gm.modules():
+        for node in gm.graph.nodes if isinstance(gm, fx.GraphModule) else ():
+            if (written := _written_by(node)) is None or storage_of(written) is None:
+                continue
+            overlaps = _overlaps(written.meta["example_value"])
+            if overlaps or any(one.target in _INEXACT_VIEWS for one in _views_to(written)):
+                text = "a view with gaps, or with elements in the same place, which a graph takes back otherwise"
+                return Reason(ReasonType.WRITES_TO_INPUT, text)
+    return None
+
+
+def _views_to(node: fx.Node) -> Iterator[fx.Node]:
+    """The calls that made a view, the last one first."""
+    key, todo = storage_of(node), [node]
+    while todo:
+        yield (one := todo.pop())
+        parts = (list, tuple)
+        todo += [
+            each
+            for each in one.all_input_nodes
+            if storage_of(each) == key or isinstance(each.meta.get("example_value"), parts)
+        ]
+
+
+def _overlaps(view: torch.Tensor) -> bool:
+    """Whether elements of a tensor are in the same place."""
+    reach = 1
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True), key=lambda pair: int_hint(pair[0])):
+        if int_hint(size) > 1:
+            if int_hint(stride) < reach:
+                return True
+            reach += (int_hint(size) - 1) * int_hint(stride)
+    return False
 
 
 def recomputed_write(captured: Captured) -> Reason | None:
@@ -220,9 +272,11 @@ def _written_in(node: fx.Node) -> Iterator[int]:
 CONFLICTS: tuple[Callable[[Captured], Reason | None], ...] = (
     tensor_class,
     hooked_result,
+    hooked_parameters,
     earlier_step,
     cast_within_a_kernel,
     separate_gradients,
     written_inputs,
+    inexact_view,
     recomputed_write,
 )

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import OpOverload, fake_mode_of, hint_of, is_contiguous_or_false
+from lightning_ort.compat.torch_graphs import OpOverload, fake_mode_of, hint_of, is_contiguous_or_false
 
 
 def int_hint(size: Any) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from lightning_ort.compat.autograd import split_joint_graph
-from lightning_ort.compat.torch import OpOverload
+from lightning_ort.compat.aot_autograd import split_joint_graph
+from lightning_ort.compat.torch_graphs import OpOverload
 from lightning_ort.compiler.lowering import passes
 from lightning_ort.compiler.lowering.decompositions import decompositions, traced_as_eager
 

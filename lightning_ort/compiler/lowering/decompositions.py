@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_ort.compat.first_compilation import core_decompositions
-from lightning_ort.compat.torch import (
+from lightning_ort.compat.torch_graphs import (
     OpOverload,
     decomposition_of,
     interpolated_size,

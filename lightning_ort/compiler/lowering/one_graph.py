@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.autograd import half_of, is_higher_order
-from lightning_ort.compat.torch import is_contiguous_or_false
+from lightning_ort.compat.aot_autograd import half_of, is_higher_order
+from lightning_ort.compat.torch_graphs import is_contiguous_or_false
 from lightning_ort.compiler.graphs.nodes import (
     GRADIENTS_FROM,
     IN_ORDER,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.autograd import assign_to_backward, half_of, is_graph_argument
-from lightning_ort.compat.torch import OpOverload, arguments_of, expression_of, fake_mode_of
+from lightning_ort.compat.aot_autograd import assign_to_backward, half_of, is_graph_argument
+from lightning_ort.compat.torch_graphs import OpOverload, arguments_of, expression_of, fake_mode_of
 from lightning_ort.compiler.graphs.nodes import (
     ANY_BYTE,
     IN_ORDER,

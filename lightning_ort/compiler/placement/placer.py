@@ -21,7 +21,7 @@ from torch import fx
 
 from lightning_ort._busy import Stopwatch, is_busy
 from lightning_ort._memory import resident_bytes
-from lightning_ort.compat.torch import OpOverload, generate_boxed_code
+from lightning_ort.compat.torch_graphs import OpOverload, generate_boxed_code
 from lightning_ort.compiler.cache.cache import Cache, Entry
 from lightning_ort.compiler.cache.fingerprint import fingerprint, node_fingerprint
 from lightning_ort.compiler.executors import registry

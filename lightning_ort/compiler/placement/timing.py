@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lightning_ort._busy import Stopwatch
-from lightning_ort.compat.torch import OpOverload, arguments_of
+from lightning_ort.compat.torch_graphs import OpOverload, arguments_of
 from lightning_ort.compiler.regions.region import TORCH, Region, Timing
 from lightning_ort.compiler.regions.reproducer import spec_of
 from lightning_ort.compiler.regions.reproducer_script import extent, make_input

@@ -20,7 +20,7 @@ import sympy
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import expression_of, flop_formula, is_positive, size_printer
+from lightning_ort.compat.torch_graphs import expression_of, flop_formula, is_positive, size_printer
 from lightning_ort.compiler.graphs.nodes import (
     IN_ORDER,
     in_order,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import hint_of
+from lightning_ort.compat.torch_graphs import hint_of
 from lightning_ort.compiler.regions import reproducer_script
 
 _DATA_DEPENDENT = 4  # for a number that depends on data, whose value no trace knows

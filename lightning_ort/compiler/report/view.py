@@ -108,6 +108,7 @@ class ReportView:
             "peak memory": run.peak_text,
             "dropout masks": "" if run.draws_masks_faster else run.dropout_masks,
             "threads": "; ".join(f"{name} on {text}" for name, text in run.threads.items()),
+            "recorded": "; ".join(f"{name}, {text}" for name, text in run.recorded.items()),
             "Trainer's loop": run.trainer_loop,
             "audits": run.audit_text if run.audits else "",
         }

@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.autograd import GraphFacts, half_of, joint_facts, keeps_graph, traced_graph_facts
-from lightning_ort.compat.torch import mark_boxed
+from lightning_ort.compat.aot_autograd import GraphFacts, half_of, joint_facts, traced_graph_facts
+from lightning_ort.compat.autograd import keeps_graph
+from lightning_ort.compat.torch_graphs import mark_boxed
 from lightning_ort.compiler.graphs.nodes import reached, results_of
 from lightning_ort.compiler.machine.out_of_memory import free_memory_of, is_out_of_memory
 from lightning_ort.compiler.reason import Reason, ReasonType

@@ -9,33 +9,25 @@ again, such as 1, or the scale of a gradient scaler. If another one arrives, the
 """
 
 import functools
-import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_ort.compat.autograd import (
-    JointFacts,
-    adds_guards,
-    at_gradient,
-    have_gradient_hooks,
-    is_share,
-    joint_facts,
-    keeps_graph,
-    set_gradients,
-    without_autocast,
-)
+from lightning_ort.compat.aot_autograd import JointFacts, adds_guards, joint_facts, without_autocast
+from lightning_ort.compat.autograd import keeps_graph, set_gradients
 from lightning_ort.compiler.cache.kept_step import from_plain, to_plain
 from lightning_ort.compiler.graphs.nodes import int_hint, is_random, results_of
 from lightning_ort.compiler.lowering.one_graph import one_graph, reaches_outputs
 from lightning_ort.compiler.request import CompileRequest
 from lightning_ort.compiler.running.eager_runs import GradientsOnce, RunState, gradients_by_eager, versions_of
 from lightning_ort.compiler.running.fallbacks import CHANGED
+from lightning_ort.compiler.running.graph_check import GraphCheck
+from lightning_ort.recording.gradients import TWICE, Expected, WaitingGradients, accumulate
 
 
 class GraphSource:
@@ -97,64 +89,7 @@ class GraphSource:
 
 LARGE_BYTES = 2**23  # of gradients, beside which it costs no time to drop the old ones
 
-_IS_LEAF, _GRAD = operator.attrgetter("is_leaf"), operator.attrgetter("grad")
-_STRIDE: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
-_Expected = tuple[float, torch.Tensor]
-_TWICE = (
-    "Trying to backward through the graph a second time. Specify retain_graph=True if you need to backward through the"
-    " graph a second time."
-)
-
-
-class WaitingGradients:
-    """The gradients of a run whose loss is a leaf, which need nothing of autograd's engine.
-
-    ``expected`` is the gradient of the loss for which they were computed, as a number too, NaN if nobody knows that.
-    ``taken`` is called when they are asked for, with the gradient of the loss if that may be another one.
-    """
-
-    def __init__(
-        self,
-        loss: torch.Tensor,
-        expected: _Expected,
-        parameters: Sequence[torch.Tensor],
-        gradients: list[torch.Tensor],
-        taken: Callable[[torch.Tensor | None], None],
-    ) -> None:
-        self._loss: torch.Tensor | None = loss
-        self._expected, self._parameters, self._gradients, self._taken = expected, parameters, gradients, taken
-        loss.requires_grad_()
-        # for whoever calls `backward` himself, or has done something with the loss before
-        at_gradient(loss, self._take)
-
-    def are_of(self, loss: torch.Tensor) -> bool:
-        """Return whether they are what ``loss.backward()`` computes, where it is the loss or a share of it."""
-        expected = self._expected[0]
-        return loss is self._loss if expected == 1 and loss.is_leaf else is_share(loss, self._loss, expected)
-
-    def hand_over(self) -> None:
-        """Do what ``backward()`` does."""
-        self._loss = None  # which refers to this object
-        self._taken(None)
-        gradients, self._gradients = self._gradients, []
-        if not _accumulate(self._parameters, gradients):
-            torch.autograd.backward(self._parameters, gradients)
-
-    def _take(self, loss: torch.Tensor) -> None:
-        if not self._gradients:
-            raise RuntimeError(_TWICE)
-        gradients = [gradient.clone() for gradient in self._gradients] if keeps_graph() else self._gradients
-        tangent, loss.grad = loss.grad, None
-        assert tangent is not None
-        number, expected = self._expected
-        # on another device, to compare would wait for it
-        if tangent.device.type != "cpu" or float(tangent) != number:
-            torch._foreach_mul_(gradients, tangent / expected)
-        self._taken(tangent)
-        if gradients is self._gradients:
-            self._gradients = []
-        if not _accumulate(self._parameters, gradients):
-            torch.autograd.backward(self._parameters, gradients)
+_IS_LEAF = operator.attrgetter("is_leaf")
 
 
 @dataclass
@@ -162,7 +97,7 @@ class _Pass:
     """One run of a step, whose gradients wait."""
 
     gradients: list[torch.Tensor] | None
-    expected: _Expected  # the gradient of the loss for which they were computed
+    expected: Expected  # the gradient of the loss for which they were computed
     results: Sequence[torch.Tensor]  # differentiable
     parameters: Sequence[torch.Tensor] = ()  # if the gradients may be written to them
     args: Sequence[Any] = ()  # and what else it takes to do the step again
@@ -180,6 +115,7 @@ class StepGraph:
         on_second_gradient: Called if its gradients are differentiated; it is not to be used again.
         request: Whose functions drop, write and hand over gradients.
         reads_gradients: Whether the step reads a gradient: if it hands the old one on, it does so after its graph.
+        check: What compares its first run with eager, if anything.
     """
 
     def __init__(
@@ -190,7 +126,9 @@ class StepGraph:
         on_second_gradient: Callable[[], None],
         request: CompileRequest,
         reads_gradients: bool,
+        check: GraphCheck | None,
     ) -> None:
+        self._check = check
         assert source.facts is not None
         assert source.gm is not None
         assert source.run is not None
@@ -212,7 +150,7 @@ class StepGraph:
         is_large = sum(int_hint(val.numel()) * val.element_size() for val in sizes) >= LARGE_BYTES
         self._drop = request.drop_gradients if is_large and not reads_gradients else None
         self._draws = any(is_random(node) for node in source.gm.graph.nodes)
-        self._expected: _Expected | None = None
+        self._expected: Expected | None = None
         self._is_half = any(_is_half(node.meta.get("val")) for node in source.gm.graph.nodes)
         if not self._is_half:
             like = tangent.meta["val"]
@@ -232,7 +170,8 @@ class StepGraph:
             eager = self._eager(*args)
             eager[self._differentiable[self._loss]].register_hook(self._expect)
             return eager
-        state = None
+        state, check, self._check = None, self._check, None
+        before = None if check is None else (RunState(args), {i: args[i].detach().clone() for i in self._written})
         if self._keeps and (self._draws or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))):
             state = RunState(args)
         expected = self._expected
@@ -249,6 +188,8 @@ class StepGraph:
             set_gradients(takes_gradients)
         results = list(outputs[len(self._written) : self._start])
         gradients = list(map(outputs.__getitem__, self._gradients))
+        if check is not None and before is not None:
+            self._compare(check, args, *before, results, gradients, expected[1])
         inputs, others = list(map(args.__getitem__, self._targets)), map(args.__getitem__, self._others)
         if not self._keeps and all(map(_IS_LEAF, inputs)):
             loss = results[self._differentiable[self._loss]]
@@ -265,6 +206,25 @@ class StepGraph:
             results[index] = result
         self._waits = True
         return tuple(results)
+
+    def _compare(
+        self,
+        check: GraphCheck,
+        args: Sequence[Any],
+        state: RunState,
+        written: Mapping[int, torch.Tensor],
+        results: Sequence[Any],
+        gradients: Sequence[torch.Tensor],
+        tangent: torch.Tensor,
+    ) -> None:
+        """Compare a run with eager, which raises ``GraphDiffers``."""
+        check.results(self._eager, args, written, state, results)
+        by_index = dict(zip(self._targets, gradients, strict=True))
+        own = [by_index.get(index) for index in range(len(args))]
+        loss = self._differentiable[self._loss]
+        tangents = [tangent if index == loss else None for index in range(len(results))]
+        with torch.no_grad():
+            check.gradients(self._eager, args, written, state, tangents, own)
 
     def _took(self, tangent: torch.Tensor | None) -> None:
         self._waits = False
@@ -286,7 +246,7 @@ class StepGraph:
             return [None] * len(self._targets)
         else:
             if one.gradients is None:
-                raise RuntimeError(_TWICE)
+                raise RuntimeError(TWICE)
             gradients = one.gradients
             if keeps_graph():
                 gradients = [gradient.clone() for gradient in gradients]
@@ -299,7 +259,7 @@ class StepGraph:
             if one.gradients is None:
                 one.args, one.state = (), None  # a loss that is kept, as people do, keeps no batch
             may_write = one.parameters and not torch.is_grad_enabled() and self._direct()
-            if may_write and _accumulate(one.parameters, gradients):
+            if may_write and accumulate(one.parameters, gradients):
                 return [None] * len(gradients)
             found = [*gradients]
         if torch.is_grad_enabled():
@@ -319,7 +279,7 @@ class StepGraph:
     def _again(self, one: _Pass, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of several results, or such as can be differentiated: eager does the step again."""
         if not one.args:
-            raise RuntimeError(_TWICE)
+            raise RuntimeError(TWICE)
         if one.versions != versions_of(one.args):
             raise RuntimeError(CHANGED)
         assert one.state is not None or not self._draws
@@ -344,27 +304,6 @@ class _Results(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> Any:
         found = ctx.graph.backward(ctx.one, tangents)
         return None, None, *found, *[None] * (len(ctx.needs_input_grad) - 2 - len(found))
-
-
-def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:
-    """Add gradients to those of the parameters as autograd's engine does; return whether that was possible."""
-    # where parameters are tied after the step was compiled, one gets two gradients
-    if len({*map(id, parameters)}) < len(parameters) or have_gradient_hooks(parameters):
-        return False
-    before = [*map(_GRAD, parameters)]
-    is_new = [*map(operator.is_, before, itertools.repeat(None))]
-    new, first = [*itertools.compress(parameters, is_new)], [*itertools.compress(gradients, is_new)]
-    if [*map(_STRIDE, new)] != [*map(_STRIDE, first)]:
-        return False
-    if len(new) < len(before):
-        sums = [one for one in before if one is not None]
-        if any(one.layout is not torch.strided for one in sums):
-            return False
-        with torch.no_grad():
-            torch._foreach_add_(sums, [one for one, alone in zip(gradients, is_new, strict=True) if not alone])
-    for parameter, gradient in zip(new, first, strict=True):
-        parameter.grad = gradient
-    return True
 
 
 def _is_half(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """The tensors of a batch, by name, and which of their sizes may change."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -11,13 +11,25 @@ from torch import Tensor
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import runner
+from lightning_ort.recording import replay
 
 
 def fields_of(batch: Any) -> dict[str, Tensor]:
     """Return the tensors of a batch by name: keys, joined by ``_``, and ``batch_0``, ``batch_1``, ... of a sequence."""
     found: dict[str, Tensor] = {}
 
-    def add(name: str, value: Any) -> Any:
+    def add(value: Any, name: str) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                add(item, f"{name}_{key}".lstrip("_"))
+            return
+        if isinstance(value, (tuple, list)):
+            for index, item in enumerate(value):
+                add(item, f"{name or 'batch'}_{index}")
+            return
+        if value is None:
+            return
+        name = name or "batch"
         if not isinstance(value, Tensor) or value.dtype not in DTYPES:
             kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
             raise TypeError(
@@ -27,9 +39,8 @@ def fields_of(batch: Any) -> dict[str, Tensor]:
         if name in found:
             raise ValueError(f"Two tensors of the batch are called {name!r}: rename a key.")
         found[name] = value
-        return value
 
-    _walk(batch, "", add)
+    add(batch, "")
     if not found:
         hint = "Pass a batch as `training_step` takes it, a DataLoader, or a LightningDataModule."
         raise ValueError(f"The batch ({type(batch).__name__}) has no tensors. {hint}")
@@ -37,27 +48,9 @@ def fields_of(batch: Any) -> dict[str, Tensor]:
 
 
 def rebuilt(batch: Any, fields: Mapping[str, Tensor]) -> Any:
-    """Return a batch of the same structure with other tensors."""
-    return _walk(batch, "", lambda name, _: fields[name])
-
-
-def _walk(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, Mapping):
-        items = {key: _walk(item, f"{name}_{key}".lstrip("_"), function) for key, item in value.items()}
-        return items if type(value) is dict else _as_before(value, items)
-    if isinstance(value, (tuple, list)):
-        parts = [_walk(item, f"{name or 'batch'}_{index}", function) for index, item in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return function(name or "batch", value)
-
-
-def _as_before(value: Any, items: dict[Any, Any]) -> Any:
-    try:
-        return type(value)(items)
-    except Exception:  # of a class whose constructor takes something else
-        return items
+    """Return a batch of the same structure with other tensors, in the order of :func:`fields_of`."""
+    tensors = iter(fields.values())
+    return replay.rebuilt(batch, lambda _: next(tensors))
 
 
 def resized(
@@ -103,12 +96,6 @@ class Limits:
     sizes: dict[str, list[int | None]]  # the lowest and the highest value of each, by name
     # what has to hold besides: a formula, and the line where the step asks for it
     conditions: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, condition: Formula, line: str | None) -> None:
-        """Add a condition."""
-        found = {"formula": condition, "line": line}
-        if found not in self.conditions:
-            self.conditions.append(found)
 
     def refused(self, sizes: dict[str, int]) -> str | None:
         """Why a runner refuses some sizes, or ``None``."""

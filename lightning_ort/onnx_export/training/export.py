@@ -19,11 +19,10 @@ from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.training import folder as files
 from lightning_ort.onnx_export.training import optimizers
 from lightning_ort.onnx_export.training.batch import Limits, batch_size, chosen_sizes, fields_of, of_distinct_sizes
-from lightning_ort.onnx_export.training.limits import batches_within, limits_of
 from lightning_ort.onnx_export.training.models import Model, Settings, convert
 from lightning_ort.onnx_export.training.steps import check_module, traces_of
 from lightning_ort.onnx_export.training.tracing import Trace
-from lightning_ort.onnx_export.training.verify import Difference, Task, rounding, verify
+from lightning_ort.onnx_export.training.verify import Difference, Task, batches_within, limits_of, rounding, verify
 
 log = logging.getLogger(__name__)
 

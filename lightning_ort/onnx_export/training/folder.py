@@ -16,8 +16,12 @@ from torch import Tensor
 from lightning_ort.onnx_export.export import versions
 from lightning_ort.onnx_export.training import runner
 from lightning_ort.onnx_export.training.models import SUM, Model, Port, Settings
-from lightning_ort.onnx_export.training.specification import ABOUT, FROZEN, NEEDS, RUNNERS, STATE
 
+NEEDS = "1.17 or later"  # of onnxruntime: opset 18, IR version 9
+ABOUT = "training.json"
+STATE = "state.safetensors"  # with metadata `step` and `pending`: updates so far, and batches since the last one
+FROZEN = "frozen.data"  # constants of some size of all models, if there are any
+RUNNERS = {"runner.py": "training.py", "runner.mjs": "training.mjs"}  # source -> name in the folder
 INLINE = 1 << 16  # bytes of a frozen tensor up to which it is in the model itself
 # products of this many weights and more are worth a second thread
 SEVERAL_THREADS = 1 << 17

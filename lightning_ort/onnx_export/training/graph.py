@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from typing_extensions import override
 
-from lightning_ort.compat.torch import OpOverload, expression_of
+from lightning_ort.compat.torch_graphs import OpOverload, expression_of
 from lightning_ort.compiler.executors.ort.conversion.elementary import where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES

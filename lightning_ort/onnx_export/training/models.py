@@ -8,7 +8,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, fx
 
-from lightning_ort.compat.torch import expression_of
+from lightning_ort.compat.torch_graphs import expression_of
 from lightning_ort.compiler.executors.ort.conversion.elementary import where
 from lightning_ort.compiler.executors.ort.conversion.graph import Value, live
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
@@ -19,10 +19,10 @@ from lightning_ort.onnx_export.failure import ExportFailed, line_in
 from lightning_ort.onnx_export.training.batch import Formula, Limits, formula
 from lightning_ort.onnx_export.training.graph import IR_VERSION, OPSET, PortableGraph
 from lightning_ort.onnx_export.training.optimizers import Clock, Optimizer
-from lightning_ort.onnx_export.training.specification import SETTINGS
 from lightning_ort.onnx_export.training.tracing import Trace
 
-LEARNING_RATE, STEP, UPDATE = SETTINGS
+# inputs that a runner gives a model with an optimizer
+LEARNING_RATE, STEP, UPDATE = "optimizer/learning_rate", "optimizer/step", "optimizer/update"
 SUM = "gradient_sum"  # the state of accumulated gradients
 
 
@@ -31,7 +31,9 @@ class Port:
     """An input or output of a model."""
 
     name: str  # its name in the model
-    role: str  # one of :mod:`.specification`'s
+    # "field", "parameter", "buffer", "state" (of the optimizer), "setting", "random"; of an output "gradient", "loss",
+    # "logged", "result", "check"
+    role: str
     # what it is: the name of the parameter, buffer, field, logged value or result, or the kind of random numbers
     key: str
     dtype: torch.dtype

@@ -13,9 +13,9 @@ from lightning_ort.onnx_export.training.graph import PortableGraph
 from lightning_ort.optim.fused_update import may_update
 
 _SETTINGS = {
-    torch.optim.SGD: ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
-    torch.optim.Adam: ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
-    torch.optim.AdamW: ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
+    torch.optim.SGD: ("momentum", "weight_decay", "nesterov"),
+    torch.optim.Adam: ("betas", "eps", "weight_decay", "amsgrad", "decoupled_weight_decay"),
+    torch.optim.AdamW: ("betas", "eps", "weight_decay", "amsgrad", "decoupled_weight_decay"),
 }
 SUPPORTED = ", ".join(kind.__name__ for kind in _SETTINGS)
 STEP = "step"  # what torch calls the number of updates of one parameter
@@ -53,8 +53,6 @@ class Optimizer:
         if own:
             clock = clock.at(own[STEP])
         rate = clock.rate(index)
-        if settings["maximize"]:
-            gradient = -gradient
         function = _sgd if self.name == "SGD" else _adam
         value, new = function(value, gradient, states, rate, clock, settings)
         return value, new | own
@@ -98,15 +96,8 @@ def _sgd(
         gradient = gradient + value * settings["weight_decay"]
     if not settings["momentum"]:
         return value - gradient * rate, {}
-    momentum, dampening = settings["momentum"], settings["dampening"]
-    kept = states["momentum_buffer"] * momentum
-    if dampening:
-        # the first gradient counts in full
-        first = clock.once("first", lambda: (clock.step <= 1).cast(torch.float32))
-        share = clock.once(("share", dampening), lambda: first * dampening + (1 - dampening))
-        buffer = kept + gradient * share
-    else:
-        buffer = kept + gradient
+    momentum = settings["momentum"]
+    buffer = states["momentum_buffer"] * momentum + gradient
     step = gradient + buffer * momentum if settings["nesterov"] else buffer
     return value - step * rate, {"momentum_buffer": buffer}
 
@@ -159,6 +150,8 @@ def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str],
     states: dict[str, dict[str, Tensor]] = {name: {} for name in _state_names(optimizer)}
     steps: dict[str, int] = {}  # of trained parameters
     for group in optimizer.param_groups:
+        if unknown := [key for key in ("dampening", "maximize") if group.get(key)]:
+            raise ExportFailed(f"The optimizer {kind.__name__} has {unknown[0]}, which a model has not: leave it out.")
         own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
         if len(own) < len(group["params"]):
             raise ExportFailed(f"The optimizer {kind.__name__} has parameters that are not the module's.")
@@ -171,9 +164,7 @@ def read(optimizer: torch.optim.Optimizer, module: nn.Module, trained: set[str],
         for name, parameter in zip(own, group["params"], strict=True):
             state = optimizer.state.get(parameter, {})
             if name in trained:
-                # SGD counts none, and with dampening it matters which gradient is the first
-                has_begun = bool(settings.get("dampening")) and state.get("momentum_buffer") is not None
-                steps[name] = int(state.get(STEP, has_begun))
+                steps[name] = int(state.get(STEP, 0))
             for key in _state_names_of(kind, settings) if name in trained else ():
                 value = state.get(key)
                 states[key][name] = torch.zeros_like(parameter) if value is None else value.detach().clone()

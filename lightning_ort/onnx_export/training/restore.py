@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_ort._arguments import check_path, check_type, check_writable
 from lightning_ort._imports import namespace_of
 from lightning_ort.onnx_export.training import runner
+from lightning_ort.onnx_export.training.folder import ABOUT, STATE
 from lightning_ort.onnx_export.training.optimizers import configured
-from lightning_ort.onnx_export.training.specification import ABOUT, STATE
 from lightning_ort.strategies.checkpoints import save_atomically
 
 

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ort._imports import is_inherited
+from lightning_ort._shims import Shims
 from lightning_ort.compat.lightning import TRAINER_ATTRIBUTE
 from lightning_ort.compat.step_trace import note_forward
-from lightning_ort.compat.torch import tree_map, without_tracing
+from lightning_ort.compat.torch import tree_map
+from lightning_ort.compat.torch_graphs import without_tracing
 from lightning_ort.compat.torchmetrics import keywords_of, value_of_batch
 from lightning_ort.compiler.graphs.nodes import reached
-from lightning_ort.compiler.running.eager_runs import versions_of
 from lightning_ort.onnx_export.export import modes_kept
 from lightning_ort.onnx_export.failure import ExportFailed
 from lightning_ort.onnx_export.signature import bind_sample, mapped, named_inputs, named_outputs
 from lightning_ort.onnx_export.training.batch import chosen_sizes, of_distinct_sizes, rebuilt
-from lightning_ort.onnx_export.training.state import check_repeats, python_kept
+from lightning_ort.onnx_export.training.state import Restored, check_repeats, python_kept
 from lightning_ort.onnx_export.training.tracing import Sizes, Trace, trace
-from lightning_ort.strategies.capture.shims import Shims
 
 log = logging.getLogger(__name__)
 
@@ -34,29 +34,25 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 _ONCE_AN_UPDATE = ("on_before_zero_grad", "on_before_optimizer_step")
 _STEP_HOOKS = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
 # numbers of batches: a model is traced with the first, and compared with a module that gets the others in turn
-_TRACED, _COMPARED = 0, (1, 2, 3, 5, 1_000_003)
-
-
-class StepFailed(ExportFailed):
-    """What a step does cannot be part of a model."""
+_TRACED, _COMPARED = 0, (1, 1_000_003)
 
 
 def check_module(module: nn.Module, accumulate: int = 1) -> None:
-    """Raise ``StepFailed`` for what a Trainer would do and a model cannot."""
+    """Raise ``ExportFailed`` for what a Trainer would do and a model cannot."""
     name = type(module).__name__
     if not defines(module, "training_step"):
         raise TypeError(f"{name} has no `training_step`: pass a LightningModule that defines one.")
     if not getattr(module, "automatic_optimization", True):
-        raise StepFailed(
+        raise ExportFailed(
             f"{name} uses manual optimization (automatic_optimization=False). Only a step that returns its loss can be"
             " exported."
         )
     for hook in _STEP_HOOKS:
         if defines(module, hook):
-            raise StepFailed(f"{name} overrides `{hook}`, which would not be part of the model: remove it.")
+            raise ExportFailed(f"{name} overrides `{hook}`, which would not be part of the model: remove it.")
     for hook in _ONCE_AN_UPDATE if accumulate > 1 else ():
         if defines(module, hook):
-            raise StepFailed(
+            raise ExportFailed(
                 f"{name} overrides `{hook}`, which a Trainer calls before an update, and a model in each batch: do it"
                 f" in `training_step`, or export without accumulate_grad_batches={accumulate}."
             )
@@ -101,11 +97,11 @@ class Step:
                 batch = self._hook(hook, batch, 0)
             answer = self._hook("on_train_batch_start", batch, number) if trains else None
             if type(answer) is int and answer == -1:
-                raise StepFailed("on_train_batch_start returns -1, which ends an epoch: a model has none.")
+                raise ExportFailed("on_train_batch_start returns -1, which ends an epoch: a model has none.")
             function, before = getattr(self.module, self.name), self._with_gradients()
             result = function(*(batch, number, 0)[: _count_of_parameters(function)])
             if trains and self._accumulate > 1 and self._with_gradients() - before:
-                raise StepFailed(
+                raise ExportFailed(
                     f"{self.name} calls backward itself: a Trainer adds such gradients to those of the loss in some"
                     " batches of an accumulation alone. Pass accumulate_grad_batches=1, or use torch.autograd.grad."
                 )
@@ -137,7 +133,7 @@ class Step:
 
     def _backward(self, loss: Tensor) -> None:
         if not loss.requires_grad:
-            raise StepFailed(f"{self.name} returns a loss that no parameter has a part in.")
+            raise ExportFailed(f"{self.name} returns a loss that no parameter has a part in.")
         scaled = loss / self._accumulate if self._accumulate > 1 else loss
         self._hook("on_before_zero_grad", self._optimizer)
         # as zero_grad: the step may have called backward itself
@@ -163,7 +159,7 @@ class Step:
             return result if isinstance(result, Tensor) and result.numel() == 1 else None
         if not isinstance(result, Tensor) or result.numel() != 1:
             what = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-            raise StepFailed(f"{self.name} must return a loss of one number, or a dict with it; got {what}.")
+            raise ExportFailed(f"{self.name} must return a loss of one number, or a dict with it; got {what}.")
         return result.reshape(())
 
     def _shims(self, logged: dict[str, Tensor]) -> Shims:
@@ -243,13 +239,13 @@ def _note(logged: dict[str, Tensor], name: str, value: Any, copies: Mapping[int,
     if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
         value = torch.full((), float(value) if isinstance(value, (bool, int)) else value, dtype=torch.float32)  # type: ignore[arg-type]
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise StepFailed(f"self.log({name!r}, ...): the value must be one number; got {type(value).__name__}.")
+        raise ExportFailed(f"self.log({name!r}, ...): the value must be one number; got {type(value).__name__}.")
     logged[name] = value.detach().reshape(()).to(torch.float32, copy=True)  # it may be written to later
 
 
 def _refusing(what: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise StepFailed(f"{what}, which a model cannot do.")
+        raise ExportFailed(f"{what}, which a model cannot do.")
 
     return refuse
 
@@ -267,7 +263,7 @@ class _NoTrainer:
         self._step = step
 
     def __getattr__(self, name: str) -> Any:
-        raise StepFailed(f"{self._step} reads trainer.{name}, which would be a constant of the model.")
+        raise ExportFailed(f"{self._step} reads trainer.{name}, which would be a constant of the model.")
 
 
 def traces_of(
@@ -280,7 +276,6 @@ def traces_of(
     means: bool = False,
 ) -> dict[str, Trace]:
     """Trace the steps that a module, as it is to be trained, has, by the model; ``means``: for what dropout draws."""
-    name = type(module).__name__
 
     def step(method: str) -> Trace:
         run = Step(module, method, optimizer, accumulate)
@@ -292,20 +287,25 @@ def traces_of(
                 return others
             return {"loss": loss, **others} if method == "training_step" else {"logged/loss": loss, **others}
 
-        def again(number: int) -> dict[str, Tensor]:
+        def again(number: int) -> None:
             one = Step(module, method, optimizer, accumulate, number)
-            loss, logged = one(rebuilt(batch, fields))
-            _end(one, rebuilt(batch, fields))
-            return {"loss": loss, **logged}  # type: ignore[dict-item]  # a training step has one
+            one(rebuilt(batch, fields))
+            one.end(rebuilt(batch, fields))
 
-        what = f"{name}.{method}"
+        def end(values: Mapping[str, Tensor]) -> None:
+            run.end(rebuilt(batch, values))
+            if defines(module, "validation_step"):  # which may run between two steps
+                with Restored(module, gradients=True), modes_kept(module), torch.no_grad():
+                    module.eval()
+                    Step(module, "validation_step")(rebuilt(batch, fields))
+
+        what = f"{type(module).__name__}.{method}"
         trains = method == "training_step"
         with python_kept(module):
             found = trace(module, call, fields, sizes, what, gradients=trains, means=means)
         if trains:
-            found.end = lambda values: run.end(rebuilt(batch, values))
-            between = {"validation_step": lambda: _validate(module, rebuilt(batch, fields))}
-            check_repeats(again, module, what, between if defines(module, "validation_step") else {})
+            found.end = end
+            check_repeats(again, module, what)
         return found
 
     found = {"training": step("training_step")}
@@ -319,45 +319,15 @@ def traces_of(
     return found
 
 
-def _validate(module: nn.Module, batch: Any) -> None:
-    with modes_kept(module), torch.no_grad():
-        module.eval()
-        Step(module, "validation_step")(batch)
-
-
 def _refuse_written(traces: Mapping[str, Trace]) -> None:
-    """Raise :class:`StepFailed` if validation writes to a tensor that makes a difference to what models return."""
+    """Raise :class:`ExportFailed` if validation writes to a tensor that makes a difference to what models return."""
     evaluation, training = traces["evaluation"], traces["training"]
     of_results = reached(evaluation.results.values(), lambda node: node.all_input_nodes)
     read = {name for name, node in evaluation.state.items() if node in of_results}
     read |= {name for name, node in training.state.items() if node.users}
     if found := sorted(read & evaluation.written.keys()):
-        raise StepFailed(
+        raise ExportFailed(
             f"{evaluation.what} writes to {', '.join(found)}, which evaluation.onnx does not: do it in `training_step`."
-        )
-
-
-def _end(step: Step, batch: Any) -> None:
-    """Call ``on_train_batch_end``; raise :class:`StepFailed` if it writes to a tensor of the module."""
-    module = step.module
-    if not defines(module, "on_train_batch_end"):
-        return
-
-    def tensors() -> dict[str, Tensor]:
-        return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-    before = {name: (one, versions_of([one]), one.detach().clone()) for name, one in tensors().items()}
-    step.end(batch)
-    now = tensors()
-    written = [
-        name
-        for name, (one, versions, value) in before.items()
-        if now.get(name) is not one or versions_of([one]) != versions or not torch.equal(one, value)
-    ]
-    if written:
-        raise StepFailed(
-            f"{type(module).__name__}.on_train_batch_end writes to {', '.join(written)} after the update, which a"
-            " model does not: do it in `training_step` or `on_before_zero_grad`."
         )
 
 

@@ -1,20 +1,17 @@
 """A step as one graph of ATen ops: what eager does in it, forward and backward, hooks and writes included."""
 
 import contextlib
-import functools
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import lightning_ort.onnx_export.training.forms  # noqa: F401  (it registers its functions)
 from lightning_ort.compat.step_trace import (
     fake_fields,
     functional,
@@ -23,18 +20,16 @@ from lightning_ort.compat.step_trace import (
     recorded,
     symbols_of,
 )
-from lightning_ort.compat.torch import expression_of, python_kernels, without_checkpoints, without_validation
+from lightning_ort.compat.torch_graphs import expression_of, python_kernels, without_validation
 from lightning_ort.compiler.executors.ort.conversion.registry import PARTS, PARTS_ABOVE_AUTOGRAD
-from lightning_ort.compiler.graphs.nodes import is_random
 from lightning_ort.compiler.lowering import passes
 from lightning_ort.compiler.lowering.decompositions import decompositions
 from lightning_ort.compiler.machine.out_of_memory import causes
 from lightning_ort.onnx_export.failure import ExportFailed, explain, is_foreign, line_of
-from lightning_ort.onnx_export.training.forms.random import drawn
-from lightning_ort.onnx_export.training.forms.sequences import recur
 from lightning_ort.onnx_export.training.graph import written_whole
-from lightning_ort.onnx_export.training.values import Values
-from lightning_ort.strategies.capture.shims import Shims
+from lightning_ort.onnx_export.training.random import drawn
+from lightning_ort.onnx_export.training.state import Values
+from lightning_ort.world.modes import random_states
 
 aten = torch.ops.aten
 
@@ -76,11 +71,6 @@ class Trace:
     guards: Sequence[Any] = ()  # what was asked about them, and answered with yes
     rows: str | None = None  # the line that asks for the number of rows, which cannot change then
     end: Callable[[Mapping[str, Tensor]], None] = lambda _: None  # what a Trainer calls after the update
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers."""
-        return any(node.op == "call_function" and is_random(node) for node in self.module.graph.nodes)
 
     @property
     def symbols(self) -> dict[Any, str]:
@@ -134,13 +124,13 @@ def trace(
         names[:] = [list(part) for part in parts]
         return tuple(value for part in parts for value in part.values())
 
-    above = {**PARTS_ABOVE_AUTOGRAD, aten._linalg_check_errors.default: values.check_info}
     # torch takes some apart at these keys, whatever the table says (2.13)
-    in_parts = {(op, key): above[op] for op in above for key in ("CompositeImplicitAutograd", "Autograd")}
+    keys = ("CompositeImplicitAutograd", "Autograd")
+    in_parts = {(op, key): part for op, part in PARTS_ABOVE_AUTOGRAD.items() for key in keys}
     table = {**decompositions(written_whole(), layouts=False), **PARTS_ABOVE_AUTOGRAD, **PARTS, **drawn(means)}
     try:
         with _quiet(), as_traced(), torch.set_grad_enabled(gradients), _refusing_other_draws(what):
-            with values, python_kernels(in_parts), traceable(module), _noting_modules(module):
+            with values, python_kernels(in_parts), _noting_modules(module), patch.object(*layers_with_dropout()):
                 graph = recorded(run, mode, fakes, lambda file: not is_foreign(file), values.number_of)
             inputs = _inputs_instead_of_attributes(graph, values.names)
             graph = functional(graph, mode, [*inputs.values(), *fakes], table)
@@ -264,13 +254,9 @@ def _noting_modules(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_traced(checkpoints: bool = False) -> Iterator[None]:
-    """Within the block attention and recurrent layers run in parts, since their kernels have no counterpart.
-
-    Nothing is computed again for a backward pass, which would draw other random numbers, unless ``checkpoints``.
-    """
-    kept = contextlib.nullcontext() if checkpoints else without_checkpoints()
-    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings(), kept:
+def as_traced() -> Iterator[None]:
+    """Within the block attention and recurrent layers run in parts, since their kernels have no counterpart."""
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")  # of switching oneDNN off
         with torch.backends.mkldnn.flags(enabled=False):
             yield
@@ -279,19 +265,13 @@ def as_traced(checkpoints: bool = False) -> Iterator[None]:
 @contextlib.contextmanager
 def _refusing_other_draws(what: str) -> Iterator[None]:
     """Raise ``ExportFailed`` if the block draws random numbers that are not torch's."""
-    states: dict[str, Callable[[], Any]] = {
-        "Python's random": random.getstate,
-        "numpy.random": np.random.get_state,
-        "torch.manual_seed": torch.initial_seed,
-    }
-    before = {name: str(state()) for name, state in states.items()}
+    before = random_states(), torch.initial_seed()
     yield
-    for name, state in states.items():
-        if str(state()) != before[name]:
-            raise ExportFailed(
-                f"{what} uses {name}: its numbers would be constants of the model. Draw them with torch, which a runner"
-                " does anew in each step."
-            )
+    if (random_states(), torch.initial_seed()) != before:
+        raise ExportFailed(
+            f"{what} uses the random numbers of Python or NumPy, or torch.manual_seed: they would be constants of the"
+            " model. Draw them with torch, which a runner does anew in each step."
+        )
 
 
 @contextlib.contextmanager
@@ -304,39 +284,3 @@ def _quiet() -> Any:
     ):
         warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's own calls to torch
         yield
-
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-@contextmanager
-def traceable(module: nn.Module) -> Iterator[None]:
-    """Within the block such layers of a module do the same in another way."""
-    shims = Shims()
-    shims.add(*layers_with_dropout())
-    for child in module.modules():
-        if isinstance(child, _BATCH_NORMS) and child.momentum is None and child.track_running_stats:
-            shims.add(child, "forward", functools.partial(_cumulative_average, child))
-        if isinstance(child, nn.RNNBase):
-            shims.add(child, "forward", functools.partial(_recurrent, child, child.forward))
-    shims.install()
-    try:
-        yield
-    finally:
-        shims.remove()
-
-
-def _cumulative_average(norm: Any, x: Tensor) -> Tensor:
-    """A batch norm whose statistics are the mean of all batches."""
-    if not norm.training:
-        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
-    norm.num_batches_tracked.add_(1)
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    with torch.no_grad():
-        for kept, value in ((norm.running_mean, x.mean(dims)), (norm.running_var, x.var(dims))):
-            kept.copy_(kept + (value - kept) / norm.num_batches_tracked)
-    return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
-
-
-def _recurrent(layer: nn.RNNBase, forward: Any, x: Any, hidden: Any = None) -> Any:
-    return recur(layer, x, hidden) if isinstance(x, nn.utils.rnn.PackedSequence) else forward(x, hidden)

@@ -1,8 +1,9 @@
-"""Some steps of an exported folder in onnxruntime, compared with the module's in PyTorch."""
+"""Some steps of an exported folder in onnxruntime, compared with the module's, and for which sizes that holds."""
 
 import copy
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,21 @@ from torch import Tensor, nn
 
 from lightning_ort.compat.onnxruntime import import_onnxruntime
 from lightning_ort.onnx_export.export import modes_kept
-from lightning_ort.onnx_export.failure import ExportFailed
+from lightning_ort.onnx_export.failure import ExportFailed, line_of
 from lightning_ort.onnx_export.training import runner
-from lightning_ort.onnx_export.training.forms.random import Recorded
+from lightning_ort.onnx_export.training.batch import Limits, batch_size, formula, resized
 from lightning_ort.onnx_export.training.models import Settings
-from lightning_ort.onnx_export.training.state import many_steps, python_kept
-from lightning_ort.onnx_export.training.tracing import Trace, as_traced
-from lightning_ort.onnx_export.training.values import Restored
+from lightning_ort.onnx_export.training.random import Recorded
+from lightning_ort.onnx_export.training.state import Restored, many_steps, python_kept
+from lightning_ort.onnx_export.training.tracing import BATCH, Trace, as_traced
 
-STEPS = 3
 RATE = 0.1  # an update that is wrong is seen with it; parameters start anew after each
 ROUNDING = 1e-6  # parameters are moved by so much to see what rounding may do
 Batch = Mapping[str, Tensor]  # the fields by name
 Numbers = Mapping[str, Tensor]
+_TRIED = 64  # sizes up to this are tried, and those that a question names
+_LARGEST = 4096  # larger batches are not made to try them
+_ROWS = 8  # as many starts are tried: a row whose label is ignored has no loss
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,17 @@ class Reference:
             value.grad = None
         self.pending = 0
 
+    def end(self, batch: Batch) -> None:
+        """Call what a Trainer calls after the update, which may write to no tensor."""
+        before = {name: value.clone() for name, value in self.state().items()}
+        self.trace.end(batch)
+        pairs = [(name, value, before.get(name, value)) for name, value in self.state().items()]
+        if written := [name for name, now, then in pairs if not torch.equal(now.nan_to_num(), then.nan_to_num())]:
+            raise ExportFailed(
+                f"{type(self.module).__name__}.on_train_batch_end writes to {', '.join(written)} after the update,"
+                " which a model does not: do it in `training_step` or `on_before_zero_grad`."
+            )
+
     def state(self) -> dict[str, Tensor]:
         """Parameters, buffers and states, called as in a folder."""
         found = {**self.parameters, **dict(self.module.named_buffers())}
@@ -145,7 +159,7 @@ def verify(folder: Path, task: Task, kind: str, trace: Trace, batches: Sequence[
         training = runner.Training.load(folder)
     except runner.TrainingError as error:
         raise ExportFailed(f"The exported model is not valid: {error}") from error
-    with _at_work(task, kind, trace):
+    with _at_work(task, kind):
         reference = Reference(task, trace)
         start = {name: value.detach().clone() for name, value in reference.parameters.items() if value.requires_grad}
         found = []
@@ -171,7 +185,7 @@ def verify(folder: Path, task: Task, kind: str, trace: Trace, batches: Sequence[
 
 def runs(task: Task, kind: str, trace: Trace, batch: Batch) -> bool:
     """Whether the module itself takes a batch, whose indices another number of rows may have made wrong."""
-    with _at_work(task, kind, trace):
+    with _at_work(task, kind):
         try:
             Reference(task, trace).run(batch)
         except Exception:  # the user's code
@@ -196,8 +210,9 @@ def _step(training: runner.Training, reference: Reference, batch: Batch, compare
     found |= _named(training, "training", got)
     loss = compare.results(found, expected, rounding)
     reference.update(gradients)
-    reference.trace.end(batch)
-    return Difference(loss, compare.state(found, reference.state(), before))
+    state = compare.state(found, reference.state(), before)
+    reference.end(batch)
+    return Difference(loss, state)
 
 
 def _named(training: runner.Training, kind: str, results: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -282,7 +297,7 @@ def rounding(task: Task, trace: Trace, batches: Sequence[Batch]) -> Difference:
     """How far steps of the module are from its own if the halved parameters are rounded to float16."""
     runs: list[tuple[list[Tensor], dict[str, Tensor]]] = []
     for each in (replace(task, halved=()), task):
-        with _at_work(each, "training", trace):
+        with _at_work(each, "training"):
             reference, losses = Reference(each, trace), []
             for batch in batches:
                 numbers, _ = reference.run(batch)
@@ -300,19 +315,17 @@ def _share(x: Tensor, y: Tensor) -> float:
 
 
 @contextmanager
-def _at_work(task: Task, kind: str, trace: Trace) -> Iterator[None]:
+def _at_work(task: Task, kind: str) -> Iterator[None]:
     """Within the block a module trains or is evaluated, with some parameters rounded to float16."""
     module = task.module
-    with ExitStack() as stack:
-        for context in (
-            Restored(module),
-            python_kept(module),
-            modes_kept(module),
-            as_traced(checkpoints=not trace.draws),
-            torch.random.fork_rng([]),
-        ):
-            stack.enter_context(context)
-        stack.enter_context(torch.set_grad_enabled(kind == "training"))
+    with (
+        Restored(module),
+        python_kept(module),
+        modes_kept(module),
+        as_traced(),
+        torch.random.fork_rng([]),
+        torch.set_grad_enabled(kind == "training"),
+    ):
         torch.manual_seed(0)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
@@ -321,3 +334,111 @@ def _at_work(task: Task, kind: str, trace: Trace) -> Iterator[None]:
         if kind != "training":
             module.eval()
         yield
+
+
+def limits_of(folder: Path, task: Task, kind: str, trace: Trace) -> Limits:
+    """Return for which sizes a model is right.
+
+    Torch asks about sizes wherever it chooses an algorithm, and so do steps that do something else for some. What is
+    asked is no limit if the model is right although the answer is another.
+
+    Raises :class:`ExportFailed` if it is not right for the sample, or the module's loss is NaN there.
+    """
+    sample = _sample(trace)
+    known: dict[tuple[tuple[str, int], ...], bool] = {}
+    if math.isnan(verify(folder, task, kind, trace, [_resized(trace, {}, 0)]).loss):
+        raise ExportFailed(f"What {trace.what} returns for this batch is NaN: nothing can be compared.")
+
+    def is_right(**changed: int) -> bool:
+        sizes = tuple(sorted({**sample, **changed}.items()))
+        if any(size > max(_LARGEST, sample[name]) for name, size in sizes):
+            return False
+        if sizes not in known:
+            known[sizes] = _is_right(folder, task, kind, trace, dict(sizes))
+        return known[sizes]
+
+    limits = Limits({})
+    for symbol, name in trace.symbols.items():
+        lowest, highest = trace.sizes[symbol]
+        lowest = 1 if is_right(**{name: lowest - 1}) else lowest  # below 2 torch never looks
+        highest = None if highest is None or is_right(**{name: highest + 1}) else highest
+        limits.sizes[name] = [lowest, highest]
+    for guard in trace.guards:
+        if not guard.expr.free_symbols <= set(trace.symbols) or _is_bound(guard.expr):
+            continue
+        others = [sizes for sizes in _others(guard.expr, trace.symbols, sample) if not limits.refused(sizes)]
+        if not all(is_right(**sizes) for sizes in others[:2]):
+            limits.conditions.append({"formula": formula(guard.expr, trace.symbols), "line": line_of(guard)})
+    return limits
+
+
+def _is_right(folder: Path, task: Task, kind: str, trace: Trace, sizes: Mapping[str, int]) -> bool:
+    for start in range(min(batch_size(trace.samples), _ROWS)):
+        try:
+            difference = verify(folder, task, kind, trace, [_resized(trace, sizes, start)])
+        except Exception:  # the module's own too, such as that of a batch norm, which needs two rows
+            return False
+        if not math.isnan(difference.loss):
+            break
+    return True
+
+
+def batches_within(limits: Limits, task: Task, kind: str, trace: Trace) -> list[Batch]:
+    """Return batches of some sizes for which a model is right: larger ones where the module takes no smaller one."""
+    sample, found = _sample(trace), []
+    ways: list[list[dict[str, int]]] = [
+        [],
+        [{BATCH: 1}, {BATCH: sample.get(BATCH, 1) + 1}],
+        [{name: size + step for name, size in sample.items()} for step in (-1, 1)],
+    ]
+    for start, changes in enumerate(ways):
+        chosen = _resized(trace, sample, start)
+        for change in changes:
+            sizes = {name: change.get(name, size) for name, size in sample.items()}
+            batch = _resized(trace, sizes, start)
+            if not limits.refused(sizes) and runs(task, kind, trace, batch):
+                chosen = batch
+                break
+        found.append(chosen)
+    return found
+
+
+def _sample(trace: Trace) -> dict[str, int]:
+    found = {}
+    for name in trace.symbols.values():
+        field, dims = next(iter(trace.dims_of(name).items()))
+        found[name] = trace.samples[field].shape[dims[0]]
+    return found
+
+
+def _resized(trace: Trace, sizes: Mapping[str, int], start: int) -> Batch:
+    fields = trace.samples
+    for name, size in sizes.items():
+        fields = resized(fields, trace.dims_of(name), size, start)
+    return fields
+
+
+def _is_bound(expression: Any) -> bool:
+    """Whether a question is about the lowest or highest value of one size, which torch has noted as such."""
+    return (
+        expression.is_Relational
+        and expression.rel_op in ("<", "<=", ">", ">=")
+        and any(
+            side.is_Symbol and other.is_Integer
+            for side, other in ((expression.lhs, expression.rhs), (expression.rhs, expression.lhs))
+        )
+    )
+
+
+def _others(expression: Any, names: Mapping[Any, str], sample: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Sizes for which the answer is no, where one is not that of the sample."""
+    numbers = {int(number) + step for number in expression.atoms() if number.is_Integer for step in (-1, 0, 1)}
+    for symbol in sorted(expression.free_symbols, key=str):
+        rest = {other: sample[names[other]] for other in expression.free_symbols if other != symbol}
+        for size in sorted({*range(1, _TRIED + 1), *(number for number in numbers if number > _TRIED)}):
+            try:
+                holds = expression.subs({**rest, symbol: size}) != False  # noqa: E712  # sympy's
+            except ZeroDivisionError:  # the module divides by a size, too
+                holds = False
+            if not holds:
+                yield {names[symbol]: size}

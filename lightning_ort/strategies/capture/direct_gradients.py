@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ort._imports import LightningNamespace
-from lightning_ort.compat.lightning import callbacks_of, optimizers_of, precision_of
+from lightning_ort.compat.lightning import MODEL, callbacks_of, optimizers_of, precision_of
 from lightning_ort.compat.torch_optimizers import step_hooks
 from lightning_ort.optim.fused_update import CHECK
 
@@ -76,12 +76,13 @@ def runs_nothing_of_others(strategy: "Strategy", namespace: LightningNamespace) 
 
 def hooks_on_gradients(strategy: "Strategy", module: Any) -> list[Any]:
     """Return the methods on which the answers above depend: people replace them while they train."""
-    found = [_OF_MODULE(module), _BACKWARD(precision_of(strategy)), _OF_TORCH(torch)]
+    found = [_OF_MODULE(module), _BACKWARD(precision_of(strategy)), _OF_TORCH(torch), _MODEL(strategy)]
     return [*found, *map(_ZERO_GRAD, optimizers_of(strategy)), *map(_HOOKS, callbacks_of(module))]
 
 
 _NAMES = ("on_before_backward", "on_before_zero_grad", *_LATER_HOOKS)
 _HOOKS, _ZERO_GRAD, _BACKWARD = (operator.attrgetter(*names) for names in (_NAMES, ("zero_grad",), ("backward",)))
+_MODEL = operator.attrgetter(MODEL)
 _OF_TORCH = operator.attrgetter("Tensor.backward", "autograd.backward")
 _OF_MODULE = operator.attrgetter("backward", "optimizer_zero_grad", *_NAMES)
 

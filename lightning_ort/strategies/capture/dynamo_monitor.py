@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-from lightning_ort.compat import dynamo, dynamo_messages
-from lightning_ort.compat.autograd import backward_at_once
+from lightning_ort.compat import dynamo, dynamo_messages, dynamo_repairs
+from lightning_ort.compat.aot_autograd import backward_at_once
 from lightning_ort.compat.first_compilation import compiled_quickly
 
 log = logging.getLogger(__name__)
@@ -153,21 +153,11 @@ class DynamoMonitor:
         self._compiling = dynamo_messages.without_internal_warnings(), len(dynamo.graph_breaks())
         self._compiling[0].__enter__()
         if self._settings is None:
-            from lightning_ort.compat import dynamo_repairs  # not at the top: most short runs compile nothing
-
             self.saw_compile = True
             self._last_compilation = dynamo.last_compilation()
-            dynamo.prepare_divergences()
-            dynamo.prepare_numbers()
             _filter_loggers()  # of modules that were imported since
             self._settings = ExitStack()
-            self._settings.enter_context(compiled_quickly())
-            self._settings.enter_context(dynamo.settings_for_steps(_log_methods_of_transformers(), self.numbers))
-            self._settings.enter_context(dynamo_repairs.repaired())
-            # traced, the copy of an OrderedDict is empty (2.13), and that of a module may hold what we put on it
-            self._settings.enter_context(dynamo.outside_graphs(copy.copy, copy.deepcopy))
-            # inductor too: what a backward pass takes to compile is counted, and a failure ends no run
-            self._settings.enter_context(backward_at_once(autocast=self.by_hand))
+            _enter_settings(self._settings, self.numbers, self.by_hand)
 
     def on_compile_end(self) -> None:
         """Collect the graph breaks of the frame: dynamo compiles in one thread at a time, so they are all its own."""
@@ -180,6 +170,26 @@ class DynamoMonitor:
         if self._compiling is not None:
             self._compiling[0].__exit__(None, None, None)
             self._compiling = None
+
+
+def _enter_settings(stack: ExitStack, numbers: bool, by_hand: bool) -> None:
+    """Enter all that dynamo compiles a step within."""
+    # first: should another one fail, for want of a name, dynamo leaves the step to Python and says why
+    stack.enter_context(dynamo.settings_for_steps(_log_methods_of_transformers(), numbers))
+    dynamo.prepare_divergences()
+    dynamo.prepare_numbers()
+    stack.enter_context(compiled_quickly())
+    stack.enter_context(dynamo_repairs.repaired())
+    # traced, the copy of an OrderedDict is empty (2.13), and that of a module may hold what we put on it
+    stack.enter_context(dynamo.outside_graphs(copy.copy, copy.deepcopy))
+    # inductor too: what a backward pass takes to compile is counted, and a failure ends no run
+    stack.enter_context(backward_at_once(autocast=by_hand))
+
+
+def rehearse() -> None:
+    """Enter these settings and leave them: raise an error if this torch lacks a name that they need."""
+    with ExitStack() as stack:
+        _enter_settings(stack, numbers=True, by_hand=False)
 
 
 class _Thread(threading.local):

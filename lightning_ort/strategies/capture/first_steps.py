@@ -1,23 +1,30 @@
 """What a step is seen to do while it still runs unchanged: :class:`FirstSteps`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_ort.compat import dynamo
 from lightning_ort.compat.autograd import WatchedCalls, next_number
+from lightning_ort.compat.torch import is_wrapped
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.running.fallbacks import SECOND_GRADIENT
+from lightning_ort.recording.calls import Recorder
 from lightning_ort.strategies.capture.shims import given_iterator
 from lightning_ort.strategies.race.failures import OWN_GRADIENT
 from lightning_ort.strategies.race.race import FIRST
 from lightning_ort.strategies.race.run_facts import TRAINING
 from lightning_ort.strategies.race.terms import Way
+from lightning_ort.strategies.race.turn import NO_CONTEXT
 from lightning_ort.strategies.race.view import STAYS
+from lightning_ort.strategies.recording.effects import Effects
+from lightning_ort.world import World
 
 WATCHED = 16  # steps: what happens in later ones only is found out when it is captured
+LOOKED_AT = 2  # of these, for what they read: the first may import or warn as no later one does
 UNTIMED = "no time may tell whether compiling pays; ORTConfig(start='now') compiles at once, by a fixed rule"
 LATE_SECOND_GRADIENT = (
     "The gradient of a gradient was asked for (`create_graph=True`), and a graph on ONNX Runtime or another"
@@ -49,9 +56,25 @@ class FirstSteps:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step."""
+        return self._run(NO_CONTEXT, args, kwargs)
+
+    def look(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, str]:
+        """Run a step of a module as where it is recorded; return its output, and why its world is open, if it is."""
+        world, recorder = World(self._step, args), Recorder(())  # kept: what is freed within the block is seen
+
+        @contextmanager
+        def watched() -> Iterator[None]:
+            with Effects(module, None).watched(), world.watched(), recorder:
+                yield
+
+        output = self._run(watched(), args, {})
+        world.close()
+        return output, str(world.openings[0]) if world.openings else ""
+
+    def _run(self, around: AbstractContextManager[None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.seen += 1
         before = next_number()
-        with WatchedCalls() as calls:
+        with WatchedCalls() as calls, around:
             output = self._step(*args, **kwargs)
         self.operations = max(self.operations, next_number() - before)
         self._own |= calls.own
@@ -85,11 +108,8 @@ class UserStep(NamedTuple):
         part = module.part
         if part is None:
             return None
-        if module.stays_unchanged(name):
-            module.record_choice(name, ReasonType.STATIC_RULE, UNTIMED)
-            return None
         if part == "step":
-            if dynamo.is_wrapped(self.call):
+            if is_wrapped(self.call):
                 module.record_choice(name, ReasonType.ALREADY_COMPILED, STAYS)
                 return None
             if not isinstance(self.function, FunctionType):  # a mock, a partial: nothing that dynamo could trace
@@ -97,6 +117,9 @@ class UserStep(NamedTuple):
             elif given_iterator(batch[0]):
                 module.record_choice(name, ReasonType.GIVEN_ITERATOR, "its child modules are captured instead")
                 part = "modules"
+        if module.stays_unchanged(name) and not (part == "step" and module.may_replay_calls):
+            module.record_choice(name, ReasonType.STATIC_RULE, UNTIMED)
+            return None
         return Way("ort", part, 1 if name == TRAINING and part == "step" else 2)
 
     def unchanged_steps(self, module: Any, name: str) -> int:

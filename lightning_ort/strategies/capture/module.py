@@ -10,14 +10,12 @@ import torch
 
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.lightning import lightning_optimizers
+from lightning_ort.compat.torch_optimizers import drop_gradients
 from lightning_ort.compiler.engines import ENGINES, SAVES_MEMORY
 from lightning_ort.compiler.executors.inductor import RecordedGradients
-from lightning_ort.compiler.machine.recorder import Recorder
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.request import CompileRequest, weakly
 from lightning_ort.config import ORTConfig
-from lightning_ort.strategies.audit.graph_audit import GraphAudit
-from lightning_ort.strategies.audit.step_audit import AuditBudget
 from lightning_ort.strategies.capture.direct_gradients import (
     are_gradients_unseen,
     hooks_on_gradients,
@@ -36,8 +34,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lightning_ort.compiler.backend import ORTBackend
-    from lightning_ort.compiler.running.recorded_step import RecordedStep, Recording, Replay
-    from lightning_ort.compiler.running.step_graph import WaitingGradients
+    from lightning_ort.recording.gradients import WaitingGradients
 
 Part = Literal["step", "modules"]
 
@@ -70,7 +67,6 @@ class CapturedModule(RunFacts):
         self.part: Part | None = None  # what may be captured, if anything
         self.closure_seen = False  # whether an optimizer was given one
         self.room = Room(self)
-        self.audits = AuditBudget(self)
         self.takes_gradients = False  # whether one of its steps was seen to take gradients itself
         self.running: Runs | None = None  # what is captured in this call, or was in the last
         self.optimizers: Any = None
@@ -78,10 +74,6 @@ class CapturedModule(RunFacts):
         self._gradient_hooks: list[Any] = []  # for which that holds
         self.recorded = RecordedGradients(lambda: self.may_touch_gradients[2], self.drop_gradients)
         self.waiting: WaitingGradients | None = None  # for the backward pass of the step
-        self.recorder: Recorder | None = None  # of whole training steps, if they are to be recorded
-        self.recording_made: Recording | None = None
-        self.replayed: Replay | None = None  # in this step
-        self._recorded_steps: weakref.WeakSet[RecordedStep] = weakref.WeakSet()
         self._module_shims: dict[str, ModuleShims] = {}
         self._regions: list[dynamo.Region] = []
         # now, between the Trainer's runs, and not whenever the garbage collector runs
@@ -93,7 +85,6 @@ class CapturedModule(RunFacts):
     def start(self) -> None:
         """Prepare for a run of the Trainer: the module may have changed since the last one."""
         self.optimizers = self._gradients = self._start = None
-        self.audits.begin_run()
         if (part := self._choose_part()) != self.part:
             self.part, self._module_shims = part, {}
         if self.config.dropout_masks == "fast" and self.setting == "ort":
@@ -110,9 +101,7 @@ class CapturedModule(RunFacts):
     def stop(self) -> None:
         """End a run of the Trainer."""
         self.monitor.remove()
-        self.replayed = self.waiting = None
-        for recorded in self._recorded_steps:
-            recorded.begin_run()
+        self.waiting = None
 
     def _choose_part(self) -> Part | None:
         compiled = compiled_by_user(self.module)
@@ -209,39 +198,9 @@ class CapturedModule(RunFacts):
         self.waiting = make()
         return True
 
-    def recording(self, audit: GraphAudit) -> "Recording | None":
-        """Return who records training steps, if anybody does."""
-        if self.recorder is not None and self.recording_made is None:
-            from lightning_ort.compiler.running.recorded_step import Recording  # not at the top: it loads the passes
-
-            self.recording_made = Recording(
-                recorder=self.recorder,
-                add=weakly(self._recorded_steps.add),
-                may_replay=weakly(self.may_replay, False),
-                leave=weakly(self.leave_replayed),
-                say=weakly(audit.recorded),
-                differs=weakly(audit.leave_recording),
-            )
-        return self.recording_made
-
-    def may_replay(self) -> bool:
-        """Return whether a step that begins may leave gradients in memory of a recording; drops those of the last one.
-
-        Nobody but the optimizer may see them.
-        """
-        self.replayed = None
-        if not self.may_touch_gradients[2]:
-            text = "steps are not recorded: a hook, a callback or the module may look at gradients"
-            self.record_choice("record_step", ReasonType.NO_EFFECT, text)
-            return False
-        if torch.is_anomaly_enabled() or not self.may_record(TRAINING):
-            return False
-        self.drop_gradients()
-        return True
-
-    def leave_replayed(self, replay: "Replay", gradients: "WaitingGradients") -> None:
-        """Let the gradients of a replay wait for their backward pass."""
-        self.waiting, self.replayed = gradients, replay
+    def let_wait(self, gradients: "WaitingGradients") -> None:
+        """Let the gradients of a step wait for its backward pass, where :meth:`writes_gradients` allows that."""
+        self.waiting = gradients
 
     def hand_over_gradients(self, loss: torch.Tensor) -> bool:
         """Do what ``loss.backward()`` does, if gradients wait for that."""
@@ -254,7 +213,7 @@ class CapturedModule(RunFacts):
     def drop_gradients(self) -> None:
         """Drop the gradients of the last step now, and not right after this one, where nobody sees the difference."""
         if self.may_touch_gradients[1] and self.at_window_start():
-            self.strategy.optimizers[0].zero_grad()
+            drop_gradients(self.strategy.optimizers[0])
 
     def _on_closure(self) -> None:
         self.closure_seen = self.monitor.saw_compile = True

@@ -15,7 +15,7 @@ FREE, FREE_SHARE = 256 << 20, 0.25
 # so many times what the unchanged step needs, and free memory is given back that malloc keeps in holes of its heap
 LARGE = 1.05
 FIRST = 4  # steps after ways have changed, before each of which it is: turns of a duel are alike
-QUIET = 64  # steps in which nobody asks, at most: the report is that much behind
+QUIET = 256  # steps in which nobody asks, at most: the report is that much behind
 
 
 class Room:
@@ -73,8 +73,7 @@ class Room:
         if free is None or used is None:
             return ""
         if device.type == "cuda":
-            records = ENGINES[way.engine].records or self._run.config.debug.record_step
-            wanted = self._step if way == UNCHANGED else max(FREE, self._step * (1 + records))
+            wanted = self._step if way == UNCHANGED else max(FREE, self._step * (1 + ENGINES[way.engine].records))
         else:
             wanted = 0 if way == UNCHANGED else max(FREE, int(FREE_SHARE * used))
         return "" if free >= wanted else f"only {free >> 20} MB of memory are free"

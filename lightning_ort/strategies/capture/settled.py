@@ -1,10 +1,10 @@
 """What is compiled for a step, called where there is nothing else to do: :class:`SettledCall`."""
 
-from collections.abc import Callable
 from typing import Any
 
+from lightning_ort._shims import Shims
 from lightning_ort.compat.dynamo import WithoutWrapper
-from lightning_ort.strategies.capture.shims import Shims, StepShims
+from lightning_ort.strategies.capture.shims import StepShims
 
 
 class SettledCall:
@@ -21,11 +21,11 @@ class SettledCall:
         self._shims: Shims = shims
         self._needed = False  # whether only the needed ones are left
 
-    def __call__(self, args: tuple[Any, ...], may_run: Callable[[], bool]) -> tuple[Any] | None:
-        """Return the output, or ``None`` if the step is to be run in another way; ``may_run`` is asked last."""
+    def __call__(self, args: tuple[Any, ...]) -> tuple[Any] | None:
+        """Return the output, or ``None`` if the step is to be run in another way."""
         shims, call = self._shims, self._call
         try:
-            if not shims.install() or (run := call.find(args)) is None or not may_run():
+            if not shims.install() or (run := call.find(args)) is None:
                 return None
             output = run(call.owner, *args)
         finally:

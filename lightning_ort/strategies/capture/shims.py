@@ -17,7 +17,6 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -27,15 +26,16 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ort._imports import is_inherited
+from lightning_ort._shims import MISSING, Shims
 from lightning_ort.compat.dynamo import is_compiled_module, only_within
 from lightning_ort.compat.dynamo_left_out import RUNS_OUTSIDE, late_reader, late_readers
 from lightning_ort.compat.lightning import LOGGED, is_compiled_by_lightning, with_reads
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, current_batch
 from lightning_ort.compat.torch import COMPILED_CALL, forward_hooks_without, has_compiled_call, uncompiled_call
 from lightning_ort.compat.torchmetrics import set_value_of_batch, value_of_batch
-from lightning_ort.strategies.audit.snapshot import is_one, items_of
 from lightning_ort.strategies.lean.log import is_lean
 from lightning_ort.strategies.race.run_facts import TRAINING
+from lightning_ort.world.snapshot import is_one, items_of
 
 _HELPERS = (
     "all_gather",
@@ -50,8 +50,6 @@ _OF_TORCH = vars(nn.Module())  # attributes that every module has
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
 _REDUCTIONS = ("mean", "min", "max", "sum")
 _METRICS = (Metric, MetricCollection)
-MISSING = object()
-
 _Args = tuple[Any, ...]
 # owner, method, name, value, further arguments, metrics with their values
 _Call = tuple[Any, str, _Args, Any, _Args, dict[str, Any], list[tuple[Metric, Any]]]
@@ -70,8 +68,6 @@ class DeferredLogger:
         self._averages = _averages(module)
         late_readers.add(self)
         self.calls: list[_Call] = []
-        self.made: list[_Call] = []  # calls of this step that were made before its end
-        self.loggers_too = True  # but in a copy of the process
         self.reads_later = False  # whether such a call is recorded
         self.at_once = False  # whether to log at once what Lightning weights by the size of the batch
 
@@ -111,7 +107,7 @@ class DeferredLogger:
             allowed = allowed and averages is not None and not (weights and self.at_once)
             if allowed and weights:
                 self._weight_later()
-        if not allowed or (not torch.compiler.is_compiling() and (self.loggers_too or owner is self._module)):
+        if not allowed or not torch.compiler.is_compiling():
             self._log_now(owner, method, names, value, args, kwargs)
             return
         metrics: list[tuple[Any, Any]] = []  # Lightning reads their values for this batch, which may not be the last
@@ -125,8 +121,6 @@ class DeferredLogger:
         self.calls.append((owner, method, names, value, args, kwargs, metrics))
 
     def _call(self, owner: Any, method: str, names: _Args, value: Any, args: _Args, kwargs: dict[str, Any]) -> None:
-        copy = {key: _snapshot(item) for key, item in value.items()} if isinstance(value, Mapping) else _snapshot(value)
-        self.made.append((owner, method, names, copy, args, kwargs, []))  # which audits compare
         getattr(owner, method)(*names, value, *args, **kwargs)
 
     def replay(self) -> None:
@@ -134,10 +128,7 @@ class DeferredLogger:
         # cleared in place, not replaced: a captured step appends to this very list, and is guarded on it being empty
         calls, self.reads_later = self.calls[:], False
         self.calls.clear()
-        self.made += calls
         for owner, method, names, value, args, kwargs, metrics in calls:
-            if owner is not self._module and not self.loggers_too:
-                continue
             after = [(metric, value_of_batch(metric)) for metric, _ in metrics]
             for metric, of_batch in metrics:
                 set_value_of_batch(metric, of_batch)
@@ -154,12 +145,8 @@ class DeferredLogger:
 
     def end_step(self) -> None:
         """Make the calls that are left."""
-        if not (self.calls or self.made):
-            return
-        try:
+        if self.calls:
             self.replay()
-        finally:
-            self.made.clear()
 
 
 def _can_be_logged(value: Any) -> bool:
@@ -205,72 +192,6 @@ def _averages(module: Any) -> Callable[[_Args, _Args], bool | None]:
 def _snapshot(value: Any) -> Any:
     # a copy: the step may change the tensor in place after logging it
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-class Shims:
-    """Entries of instance dictionaries that replace others for a while."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[dict[str, Any], str, Any, Any]] = []  # dictionary, key, shim, value before
-        self._installed = False
-
-    def add(self, owner: Any, name: str, shim: Any) -> None:
-        """Add the shim of an attribute."""
-        self._entries.append((vars(owner), name, shim, vars(owner).get(name, MISSING)))
-
-    def install(self) -> bool:
-        """Put the shims into the dictionaries, except where the user has since put something; return whether to all."""
-        current = self._installed = True
-        for attributes, name, shim, before in self._entries:
-            if attributes.get(name, MISSING) is before:
-                attributes[name] = shim
-            else:
-                current = False
-        return current
-
-    def remove(self) -> None:
-        """Restore the dictionaries."""
-        self._installed = False
-        for attributes, name, shim, before in self._entries:
-            if attributes.get(name, MISSING) is not shim:
-                continue
-            if before is MISSING:
-                del attributes[name]
-            else:
-                attributes[name] = before
-
-    def needed(self, holds: Callable[[], bool]) -> "Shims":
-        """Return those shims without which something does not hold."""
-        found = Shims()
-        entries = found._entries = [*self._entries]
-        for index in reversed(range(len(entries))):
-            entry = entries.pop(index)
-            found.install()
-            try:
-                if not holds():
-                    entries.insert(index, entry)
-            finally:
-                found.remove()
-        return found
-
-    @contextmanager
-    def removed(self) -> Iterator[None]:
-        """Within the block the dictionaries are as they were."""
-        installed = self._installed
-        self.remove()
-        try:
-            yield
-        finally:
-            if installed:
-                self.install()
-
-
-def restore_attribute(attributes: dict[str, Any], name: str, before: Any) -> None:
-    """Give an instance dictionary the value that it had before, or none if that was :data:`MISSING`."""
-    if before is MISSING:
-        attributes.pop(name, None)
-    else:
-        attributes[name] = before
 
 
 class StepShims(Shims):

@@ -14,7 +14,8 @@ Before the next step it tells the race how this one went. It decides nothing. No
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from time import perf_counter
 from typing import Any
@@ -23,35 +24,43 @@ import torch
 from torch import fx
 from typing_extensions import override
 
+from lightning_ort._shims import Shims
 from lightning_ort.compat import dynamo
 from lightning_ort.compat.autograd import next_number
 from lightning_ort.compat.dynamo_messages import is_about_numbers
 from lightning_ort.compat.lightning import backward_with, lightning_optimizers
-from lightning_ort.compat.torch import is_double_backward_error
+from lightning_ort.compat.torch_graphs import is_double_backward_error
 from lightning_ort.compiler.engines import ENGINES, TORCH
 from lightning_ort.compiler.graphs.nodes import num_operations
 from lightning_ort.compiler.machine.out_of_memory import free_memory_of
-from lightning_ort.compiler.reason import ReasonType
+from lightning_ort.compiler.reason import Reason, ReasonType
+from lightning_ort.compiler.recorded import on_engine
 from lightning_ort.compiler.request import CompileRequest, Stopped, weakly
-from lightning_ort.strategies.audit.graph_audit import GraphAudit
-from lightning_ort.strategies.audit.step_audit import StepAudit
+from lightning_ort.recording.program import Program
 from lightning_ort.strategies.capture.compiled_ways import CompiledWays
 from lightning_ort.strategies.capture.dynamo_monitor import Outcome
-from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, FirstSteps, UserStep
+from lightning_ort.strategies.capture.first_steps import LATE_SECOND_GRADIENT, LOOKED_AT, FirstSteps, UserStep
+from lightning_ort.strategies.capture.graph_audit import GraphAudit
 from lightning_ort.strategies.capture.graph_breaks import GraphBreakNotes
 from lightning_ort.strategies.capture.module import CapturedModule
 from lightning_ort.strategies.capture.room import QUIET
 from lightning_ort.strategies.capture.settled import SettledCall
-from lightning_ort.strategies.capture.shims import MISSING, Shims, restore_attribute
 from lightning_ort.strategies.capture.step_failures import StepFailures
 from lightning_ort.strategies.race import failures
 from lightning_ort.strategies.race.race import NO_LIMIT, Race
 from lightning_ort.strategies.race.run_facts import TRAINING, is_announced, processors, share_for
-from lightning_ort.strategies.race.terms import UNCHANGED, Failure, Now, Way
+from lightning_ort.strategies.race.terms import RECORDING, UNCHANGED, Failure, Now, Way
 from lightning_ort.strategies.race.threads import Threads
 from lightning_ort.strategies.race.turn import NO_CONTEXT, Turn
 from lightning_ort.strategies.race.view import RaceView
 from lightning_ort.strategies.race.ways import Ways, challengers
+from lightning_ort.strategies.recording.recorded_step import RecordedStep
+from lightning_ort.strategies.recording.window import Window
+
+
+def _is_settled(race: Race) -> bool:
+    """Whether the step runs in one way, and in torch's kernels alone, whose threads may be chosen."""
+    return race.living in ({UNCHANGED}, {RECORDING})
 
 
 class CapturedStep(AbstractContextManager[None]):
@@ -60,7 +69,7 @@ class CapturedStep(AbstractContextManager[None]):
     def __init__(self, module: CapturedModule, name: str) -> None:
         self._module, self._name = module, name
         self._user = UserStep(None, FirstSteps(lambda: None), None)  # of nobody yet
-        self._before: Any = MISSING  # what the module had under its name
+        self._shim = Shims()  # of the module's attribute of its name
         self._race: Race | None = None  # from the first call on, if there is something to try
         self._ways: Ways
         self.turn = Turn()
@@ -68,16 +77,25 @@ class CapturedStep(AbstractContextManager[None]):
         self._failures = StepFailures(module, name)
         self._threads = Threads(1, 1)  # until a run begins
         self._breaks = GraphBreakNotes(name)
+        self._opening = ""  # why its world is open, as far as the last unchanged step has shown
         self._in_backward = False  # whether a backward pass of the Trainer runs
-        audit = module.audits, module.shims, module.monitor
-        self._audit, self._graph_audit = StepAudit(module, name, *audit), GraphAudit(module, name, module.audits)
+        self._graph_audit = GraphAudit(module, name)
         self._view = RaceView(module, name)
+        self.recorded = RecordedStep(
+            module.module,
+            name == TRAINING,
+            self._recording_fails,
+            module.let_wait,
+            module.writes_gradients,
+            module.at_window_start,
+            lambda: module.module.trainer.current_epoch,
+            self._compile_recording,
+        )
 
     # Runs of the Trainer
 
     def begin_run(self) -> None:
         """Begin a run of the Trainer."""
-        self._audit.begin_run()
         self._view.begin_run()
         self.turn, self._threads = Turn(), Threads(1, 1)
         self._compiled.begin_run()
@@ -88,11 +106,13 @@ class CapturedStep(AbstractContextManager[None]):
 
     def end_run(self) -> None:
         """End a run of the Trainer: report what was not compiled, and remember what was."""
-        self._audit.end_run()
         self._tell()
         if self._race is None:
             return
         self._view.end_run(self._race)
+        if self.recorded.replayed:
+            self._module.backend.report.run.recorded[self._name] = str(self.recorded)
+        self.recorded.end_run()
         if self._module.module.trainer.is_global_zero:
             self._ways.store(self._race.of_run)
 
@@ -101,7 +121,7 @@ class CapturedStep(AbstractContextManager[None]):
     def passes(self) -> bool:
         """Count a step that runs unchanged and that nobody has to watch; return whether it is one."""
         turn = self.turn
-        if turn.way is not UNCHANGED or not turn.quiet or self._failures:
+        if turn.way is not UNCHANGED or turn.is_timed or not turn.quiet or turn.is_new or self._failures:
             return False
         turn.quiet -= 1
         turn.steps += 1
@@ -121,39 +141,37 @@ class CapturedStep(AbstractContextManager[None]):
         step = getattr(self._module.module, self._name)
         if step != self._user.call:
             self._user = self._prepare(step)
-        attributes = vars(self._module.module)
-        self._before = attributes.get(self._name, MISSING)
-        attributes[self._name] = self._user.replacement
+        self._shim = Shims()
+        self._shim.put(self._module.module, self._name, self._user.replacement)
 
     @override
     def __exit__(self, *exc_info: object) -> None:
         """Restore the module's step, if it was not called."""
-        attributes = vars(self._module.module)
-        if attributes.get(self._name) is self._user.replacement:
-            restore_attribute(attributes, self._name, self._before)
+        self._shim.remove()
 
     def _prepare(self, step: Callable[..., Any]) -> UserStep:
         """Begin with a new step."""
         self._compiled.release()
+        self.recorded.release()
         self._failures.clear()
-        self._race, self.turn, self._threads = None, Turn(), Threads(1, 1)
+        self._race, self.turn, self._threads, self._opening = None, Turn(), Threads(1, 1), ""
         return UserStep(step, FirstSteps(step), functools.partial(self._run))
 
     # Which way
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run instead of the module's step."""
-        attributes = vars(self._module.module)
-        if attributes.get(self._name) is self._user.replacement:  # as in __exit__
-            restore_attribute(attributes, self._name, self._before)
+        self._shim.remove()
         return self._begin(args, kwargs)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         turn = self.turn
-        if turn.quiet and not self._failures:
-            turn.quiet -= 1
-        else:
-            turn = self._ask((args, kwargs))
+        if not turn.is_new or self._failures:
+            if turn.quiet and not self._failures:
+                turn.quiet -= 1
+            else:
+                turn = self._ask((args, kwargs))
+        turn.is_new = False
         turn.steps += 1
         if turn.is_plain:
             return self._run_on(turn.way, args, kwargs)
@@ -173,21 +191,31 @@ class CapturedStep(AbstractContextManager[None]):
         if self._threads.number != module.threads:
             self._threads = Threads(module.threads, processors())
         threads, way, quiet, is_timed = self._threads, UNCHANGED, QUIET, False
+        if race is not None and race.champion.replays:
+            way = race.champion
         left = module.steps_left(self._name, (race or threads).steps)
-        if race is not None and not threads.is_trying:
+        # a way of the race that takes turns with another is asked for, whatever the threads look for meanwhile
+        if race is not None and not (threads.is_trying and _is_settled(race)):
             room = module.room
             if race.champion is UNCHANGED:
                 room.see_unchanged()
             way = race.next(Now(left, begins, room.obstacle, room.used))
             self._compiled.free_lost(race.kept)
+            replaying = {way.engine for way in race.kept if way.replays}
+            self.recorded.keep_engines(replaying)
+            if not replaying:
+                self.recorded.release()
             has_changed = any(event.what not in ("waits", "pays") for event in race.events[events:])
             quiet = min(quiet, race.quiet_steps, room.give_back(race.steps, has_changed))
             is_timed = race.wants_time
-        if way is UNCHANGED:
-            way = threads.next(left, race is None or race.living == {UNCHANGED})
+        on = UNCHANGED
+        if way in (UNCHANGED, RECORDING):  # what runs in torch's kernels alone
+            on = threads.next(left, race is None or _is_settled(race))
+            way = on if way is UNCHANGED else way
             quiet, is_timed = min(quiet, threads.quiet_steps), is_timed or threads.wants_time
-        self.turn = Turn(way, quiet, is_timed, module.synchronize)
-        self.turn.longest, self.turn.otherwise = threads.longest, threads.kept
+        quiet = quiet if not is_timed or module.may_record(self._name) else 1
+        self.turn = Turn(way, quiet, is_timed, module.synchronize, on)
+        self.turn.longest, self.turn.otherwise = threads.longest * max(1, quiet), threads.kept
         return self.turn
 
     def _new_race(self, batch: Any) -> Race | None:
@@ -215,8 +243,8 @@ class CapturedStep(AbstractContextManager[None]):
         """Tell how the last steps went, after which no gradients are accumulated if that ``ends`` them."""
         turn, race, threads = self.turn, self._race, self._threads
         self.turn, kept, found = Turn(), threads.kept, threads.found
-        if turn.is_unchanged:
-            turn.counts = turn.counts and turn.way is kept
+        if turn.is_unchanged or turn.way == RECORDING:
+            turn.counts = turn.counts and turn.threads is kept
             turn.tell_threads(threads, ends)
         if threads.found is not found:
             self._view.show_threads(threads, threads.kept is not kept)
@@ -232,13 +260,15 @@ class CapturedStep(AbstractContextManager[None]):
     def _run_on(self, way: Way, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if way.engine == TORCH:
             return self._run_unchanged(*args, **kwargs)
+        if way.replays:
+            return self._run_recorded(way.engine, args, kwargs)
         module, settled = self._module, self._compiled.settled.get(way)
         # not with keywords: arguments are missing then
         if settled is not None and module.optimizers is lightning_optimizers(module.strategy):
             if module.running is not self:
                 module.runs(self)
             try:
-                found = settled(args, self._audit.passes)
+                found = settled(args)
             except BaseException as error:
                 self._close_call(error)
                 raise
@@ -246,14 +276,34 @@ class CapturedStep(AbstractContextManager[None]):
                 return found[0]
         return self._run_watched(way, *args, **kwargs)
 
+    def _run_recorded(self, engine: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorded, turn = self.recorded, self.turn
+        turn.call_start = perf_counter()
+        if self._name == TRAINING and recorded.has_recordings:
+            self._module.drop_gradients()
+        output = recorded(self._user.call, args, kwargs, engine)
+        if recorded.did == "recorded" or recorded.has_compiled:
+            turn.has_compiled()
+        elif recorded.did != "replayed":
+            turn.is_spoiled()
+        if recorded.did in ("recorded", "checked"):  # as many threads in its backward pass, or its bits are others
+            turn.longest = math.inf
+        turn.counts_for_threads = turn.counts_for_threads and recorded.did == "replayed"
+        return output
+
     def _run_watched(self, way: Way, *args: Any, **kwargs: Any) -> Any:
         module, turn = self._module, self.turn
         if ENGINES[way.engine].records:
             if not module.may_record(self._name):
                 self._fail(way, failures.of_torch_compile(way, "gradients are accumulated now"))
-                turn.counts = False
+                turn.is_spoiled()
                 return self._user.call(*args, **kwargs)
             module.recorded.begin_step(self._name == TRAINING)
+        if self._opening and way.part == "step" and not module.asks_to_compile:
+            self._fail(UNCHANGED, failures.for_eager_alone(Reason(ReasonType.PYTHON_STATE, self._opening)))
+            turn.is_spoiled()
+            self._opening = ""
+            return self._user.call(*args, **kwargs)
         self._compiled.settled.pop(way, None)
         if module.optimizers is not lightning_optimizers(module.strategy):
             module.refresh()
@@ -263,11 +313,9 @@ class CapturedStep(AbstractContextManager[None]):
             call, shims = turn.captured = turn.captured or self._captured(way)
         except Exception as error:  # such as an ImportError of what makes its backend
             self._continue_after(Outcome(error=error), way)
-            turn.counts = False
+            turn.is_spoiled()
             return self._user.call(*args, **kwargs)
         turn.call_start, turn.began_at = perf_counter(), next_number()
-        if self._audit.begin(call=self._user.call, args=args, kwargs=kwargs, logs=way.part == "step"):
-            turn.counts = False
         try:
             try:
                 if not shims.install() and shims is module.shims:
@@ -283,22 +331,25 @@ class CapturedStep(AbstractContextManager[None]):
         except BaseException as error:
             self._close_call(error)
             raise
-        differs = self._audit.after_step(output) if self._audit.audit is not None else ""
         module.shims.logger.end_step()
         if module.monitor.saw_compile:
-            self._audit.after_compiling()
             self._continue_after(self._count_compiled(), way)
+            if self._opening and way.part == "step" and not self._failures:
+                module.record_choice(self._name, ReasonType.OPEN, self._opening, warns=True)
+                self._opening = ""
         elif isinstance(call, dynamo.WithoutWrapper) and not self._failures:
             self._compiled.settled[way] = SettledCall(call, module.shims)
-        if differs:
-            self._fail(self.turn.way, failures.wrong(differs))
         return output
 
     def _run_unchanged(self, *args: Any, **kwargs: Any) -> Any:
         first, module = self._user.first, self._module
         if first.is_over or self._race is None:
             return self._user.call(*args, **kwargs)
-        output = first(*args, **kwargs)
+        if first.seen < LOOKED_AT and module.captures_on_cpu and self._race.trying is None and not kwargs:
+            self.turn.is_spoiled()  # which takes longer
+            output, self._opening = first.look(module.module, args)
+        else:
+            output = first(*args, **kwargs)
         module.saw_operations(self._name, first.operations)
         if not first.is_over and (reason := first.unfit(module.part == "step")) is not None:
             self._fail(UNCHANGED, failures.for_eager_alone(reason))
@@ -306,6 +357,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _captured(self, way: Way) -> tuple[Callable[..., Any], Shims]:
         """Return what to call, and what to install before."""
+        self._ways.program()  # before anything compiles, and somebody edits it meanwhile
         if way.part == "modules":
             return self._user.call, self._module.module_shims(way.engine)
         compiled = self._compiled.get(way, lambda: self._module.compile(self._user.call, way.engine))
@@ -342,7 +394,6 @@ class CapturedStep(AbstractContextManager[None]):
             keep=functools.partial(weakly(self._compiled.keep), way),
             activation_memory_budget=module.memory_budget(self._name),
             check=weakly(self._graph_audit.check),
-            recording=module.recording(self._graph_audit) if self._name == TRAINING and way.part == "step" else None,
         )
 
     def _writes_gradients(self) -> bool:
@@ -366,7 +417,10 @@ class CapturedStep(AbstractContextManager[None]):
     def _count_compiled(self) -> Outcome:
         """Report what was compiled in a call."""
         module = self._module
-        outcome = module.monitor.outcome(getattr(self._user.function, "__code__", None))
+        try:
+            outcome = module.monitor.outcome(getattr(self._user.function, "__code__", None))
+        except Exception as error:  # what dynamo tells is called otherwise in this torch
+            outcome = Outcome(error=error)
         report = module.backend.report
         report.graph_breaks += outcome.graph_breaks
         report.recompiles += outcome.recompiles
@@ -393,8 +447,7 @@ class CapturedStep(AbstractContextManager[None]):
 
     def _close_call(self, error: BaseException) -> None:
         """After a captured step that failed."""
-        self._audit.close()
-        self.turn.counts = False
+        self.turn.is_spoiled()
         with suppress(Exception):  # eager too logs what was logged before the user's error
             self._module.shims.logger.end_step()
         if self._module.monitor.saw_compile:
@@ -410,6 +463,9 @@ class CapturedStep(AbstractContextManager[None]):
         if turn.is_unchanged:
             with NO_CONTEXT if turn.is_plain else turn.around():
                 return run(*args, **kwargs)
+        if self.recorded.running is not None:
+            with turn.around():
+                return self.recorded.backward(run, *args, **kwargs)
         module = self._module
         strategy: Any = module.strategy
         recorded: AbstractContextManager[None] = NO_CONTEXT
@@ -428,26 +484,60 @@ class CapturedStep(AbstractContextManager[None]):
             raise RuntimeError(LATE_SECOND_GRADIENT) from error
         finally:
             self._in_backward = False
-        if self._audit.audit is not None and (differs := self._audit.after_backward()):
-            self._fail(self.turn.way, failures.wrong(differs))
         return result
 
     def take_gradients(self, loss: torch.Tensor) -> Callable[[], None] | None:
         """Return what does what ``loss.backward()`` does, if nothing of others runs from the step to its update."""
         turn, module = self.turn, self._module
-        if self._audit.audit is not None or not module.may_touch_gradients[3]:
+        if not module.may_touch_gradients[3]:
             return None
         if turn.is_unchanged:  # where Lightning divides the loss by 1 first
             if loss.is_leaf or loss.numel() != 1 or torch.is_anomaly_enabled():
                 return None
             return loss.backward if turn.is_plain else functools.partial(self.backward, loss.backward)
+        if self.recorded.running is not None:
+            return functools.partial(self.backward, loss.backward)
         waiting = module.waiting
         if waiting is None or not waiting.are_of(loss):
             return None
         module.waiting = None
         return turn.timed()(waiting.hand_over) if turn.is_timed else waiting.hand_over
 
+    # Windows
+
+    def window(self, loader: int) -> Window | None:
+        """Return what replays the next steps without a look in between, if they may be."""
+        module, turn, race = self._module, self.turn, self._race
+        if race is None or getattr(module.module, self._name) != self._user.call:
+            return None
+        if self._name == TRAINING and not module.may_touch_gradients[3]:
+            return None
+        if not turn.is_new and (not turn.quiet or self._failures):
+            turn = self._ask(None)
+            turn.is_new = True
+        if not turn.way.replays or (window := self.recorded.window(turn.way.engine, loader)) is None:
+            return None
+        window.steps = min(window.steps, turn.quiet + turn.is_new)
+        return window
+
+    def end_window(self, window: Window) -> None:
+        """Count its steps."""
+        if window.done:
+            turn = self.turn
+            turn.quiet -= window.done - turn.is_new
+            turn.steps += window.done
+            turn.is_new = False
+        self.recorded.end_window(window)
+
+    def _compile_recording(self, engine: str, program: Program, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        module = self._module
+        return on_engine(engine, module.backend, module.config.dropout_masks, self.request(), program, inputs)
+
     # Failures
+
+    def _recording_fails(self, why: str, is_wrong: bool) -> None:
+        way = self.turn.way if self.turn.way.replays else RECORDING
+        self._fail(way, failures.of_recording(way, why, is_wrong))
 
     def engine_failed(self, engine: str, error: Exception) -> None:
         """A graph of another compiler has failed while it ran."""

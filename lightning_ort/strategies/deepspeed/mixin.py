@@ -66,6 +66,7 @@ class DeepSpeedZeRO1Mixin(DeepSpeedNames):
     namespace: ClassVar[LightningNamespace]
     handles_gradient_accumulation = False
     lightning_restore_optimizer = True
+    restore_checkpoint_after_setup = False  # before it, as elsewhere: after it Lightning 2.6 forgets `weights_only`
 
     if TYPE_CHECKING:
         config: dict[str, Any]
@@ -121,7 +122,7 @@ class DeepSpeedZeRO1Mixin(DeepSpeedNames):
         self._process_settings = ExitStack()
         self.start_processes_by(start_method)
         self._checkpoint_form = checkpoint
-        self._states: DeepSpeedStates | None = None  # of a fit
+        self._states: DeepSpeedStates | None = None  # of the last fit
         self._starts = False  # no batch since the start of training
         self.config = settings.stage_one(self.config, offload_optimizer)
         self._given_config = copy.deepcopy(self.config)
@@ -142,6 +143,7 @@ class DeepSpeedZeRO1Mixin(DeepSpeedNames):
 
     @override
     def setup_environment(self) -> None:
+        self._states = None
         if self.root_device.type != "cpu":
             super().setup_environment()
             return
@@ -168,12 +170,14 @@ class DeepSpeedZeRO1Mixin(DeepSpeedNames):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: "Precision | None") -> None:
-        kind = self.namespace.submodule("plugins.precision").DeepSpeedPrecision
+        kind: Any = self.namespace.submodule("plugins.precision").DeepSpeedPrecision
         if plugin is not None and not isinstance(plugin, kind):
             raise self.namespace.misconfiguration(
                 f"DeepSpeed scales losses and clips gradients itself, and only works with the precision plugin"
                 f" DeepSpeedPrecision; got {type(plugin).__name__}. Use Trainer(precision='bf16-mixed')."
             )
+        if plugin is not None and type(plugin) is kind:  # a subclass of the user's stays
+            plugin = self.namespace.classes.ORTDeepSpeedPrecision(plugin.precision)
         self.take_precision(plugin)
 
     @override
@@ -196,6 +200,7 @@ class DeepSpeedZeRO1Mixin(DeepSpeedNames):
             raise self.namespace.misconfiguration(reason)
         for key in ("gradient_accumulation_steps", "train_batch_size"):  # the same as the Trainer's
             self.config.pop(key, None)
+        self.config.setdefault("gradient_clipping", 0.0)  # not the Trainer's: hooks ask for it in each step
         complete()
         # Lightning asks for a step when it is due, and has divided the loss by the number of batches
         self.config["gradient_accumulation_steps"] = 1
@@ -222,14 +227,21 @@ class DeepSpeedZeRO1Mixin(DeepSpeedNames):
 
     @override
     def optimizer_and_scheduler(self) -> tuple[Optimizer, Any]:
-        check_optimizer(self.optimizers[0])
+        check_optimizer(self.optimizers[0], deepspeed_dtype(self.precision_plugin))
         return self.optimizers[0], next(iter(self.lr_scheduler_configs), None)
 
     @override
     def start_training(self, start: Callable[[nn.Module], None], model: nn.Module) -> None:
+        finder = self.namespace.submodule("callbacks").LearningRateFinder
+        if any(isinstance(callback, finder) for callback in self.lightning_module.trainer.callbacks):  # type: ignore[attr-defined]
+            raise self.namespace.misconfiguration(
+                "LearningRateFinder puts a scheduler on the optimizer, but DeepSpeed's is none of torch's. Find the"
+                " learning rate with strategy='ort_ddp', and then train with it."
+            )
         groups = [list(group["params"]) for group in self.optimizers[0].param_groups] if self.optimizers else None
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # a fused torch optimizer is as fast
-        start(model)
+        with compat.broadcasting_any_shape():
+            start(model)
         self._states = DeepSpeedStates(self.optimizers[0], groups)
         offload = self.config["zero_optimization"].get("offload_optimizer", {})
         where = ", on the CPU" if offload.get("device", "none") != "none" else ""
@@ -308,15 +320,19 @@ class DeepSpeedZeRO1Mixin(DeepSpeedNames):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._ddp.load_model_state_dict(checkpoint, strict)
-        if self._states is not None:
-            weights, parameters = checkpoint["state_dict"], self.lightning_module.named_parameters()
-            self._states.load_master_weights({id(p): weights[name] for name, p in parameters if name in weights})
+        self._load_master_weights(checkpoint)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self._states is not None
         (saved,) = checkpoint["optimizer_states"]
         self._states.load_state_dict(saved)
+        self._load_master_weights(checkpoint)  # the module's, which were loaded before, may have been rounded since
+
+    def _load_master_weights(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._states is not None:
+            weights, parameters = checkpoint["state_dict"], self.lightning_module.named_parameters()
+            self._states.load_master_weights({id(p): weights[name] for name, p in parameters if name in weights})
 
     @override
     def teardown(self) -> None:

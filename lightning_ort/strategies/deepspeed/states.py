@@ -36,8 +36,11 @@ _ELEMENTWISE = (
 _PER_PARAMETER = {"step", "eta", "mu", "mu_product"}
 
 
-def check_optimizer(optimizer: optim.Optimizer) -> None:
-    """Raise ``ValueError`` if DeepSpeed cannot flatten an optimizer's groups, or that would change its updates."""
+def check_optimizer(optimizer: optim.Optimizer, dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` if DeepSpeed cannot flatten an optimizer's groups, or that would change its updates.
+
+    ``dtype`` is that of the precision: DeepSpeed updates weights in float32, and casts no others to it.
+    """
     if reason := _flatten_unsupported_reason(optimizer):
         raise ValueError(
             f"DeepSpeed gives the optimizer a flat piece of each parameter group, but {runs(optimizer)} {reason}."
@@ -54,6 +57,11 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
             raise ValueError(
                 f"Parameter group {index} has parameters of {' and '.join(sorted(dtypes))}, but DeepSpeed flattens"
                 " them into one tensor. Create a group for each dtype."
+            )
+        if not dtypes <= {str(torch.float32), str(dtype)}:
+            raise ValueError(
+                f"Parameter group {index} has parameters of {dtypes.pop()}, but DeepSpeed trains in {dtype}, with"
+                " weights of torch.float32. Freeze or convert them, or use the strategy 'ort_zero1_native'."
             )
 
 

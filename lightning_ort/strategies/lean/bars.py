@@ -1,6 +1,7 @@
 """Progress bars that are drawn when somebody can see it, and wait for no GPU: :class:`Bars`."""
 
 import functools
+import math
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
@@ -58,6 +59,15 @@ class Bars:
         else:
             self._waiting[draw] = seen, args
         return True
+
+    def idle(self, bar: Any, batches: int) -> tuple[float, float] | None:
+        """Return how many batches after so many a bar lets pass, and seconds; ``None`` if only it knows."""
+        names = _drawn_with(bar.__class__, self._kinds)
+        if names is None or not names.isdisjoint(bar.__dict__):
+            return None
+        if isinstance(bar, self._by_batches) and bar.refresh_rate > 1:
+            return bar.refresh_rate - batches % bar.refresh_rate - 1, math.inf
+        return math.inf, self._drawn_at + PICTURES - monotonic()
 
     def _copies(self, before: dict[str, Any], kept: list[Any]) -> Any:
         """Begin to copy what the batch shows from a GPU, or return what is shown if copies are there."""

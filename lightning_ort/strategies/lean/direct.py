@@ -12,6 +12,7 @@ import torch
 
 from lightning_ort.compat.lightning import (
     AFTER_CLOSURE,
+    MODEL,
     PRECISION,
     WRAP_CLOSURE,
     WRAPPED,
@@ -49,6 +50,20 @@ class DirectStep:
             self._look(wrappers)
         return self._optimizer() is optimizer and torch.is_grad_enabled() and may_update(optimizer)
 
+    def may_evaluate(self, name: str) -> bool:
+        """Return whether nothing of others is around the step of an evaluation."""
+        lean, strategy, plugin = self._lean, self._lean.strategy, precision_of(self._lean.strategy)
+        precision: Any = lean.namespace.submodule("plugins.precision.precision").Precision
+        contexts = f"{name.replace('validation', 'val')}_context", "forward_context"
+        return (
+            strategy.is_stock(name)
+            and strategy.model is lean.module
+            and getattr(type(plugin), "stock_class", None) is precision
+            and getattr(precision, contexts[0]).__module__ == precision.__module__
+            and vars(plugin).keys().isdisjoint(contexts)
+            and name not in vars(strategy)
+        )
+
     def _look(self, wrappers: list[Any]) -> None:
         """Look who is to be asked whether all that is left out is Lightning's own."""
         lean, self._wrappers = self._lean, [*wrappers]
@@ -58,6 +73,7 @@ class DirectStep:
             (
                 lean.strategy,
                 (
+                    MODEL,
                     *_OF_STRATEGY,
                     *(f"stock_class.{name}" for name in OF_STEP),
                     *(f"{PRECISION}.{name}" for name in _OF_PRECISION),
@@ -75,14 +91,21 @@ class DirectStep:
         steps.total.ready += 1
         steps.current.ready += 1
         before, own[CURRENT_HOOK] = own[CURRENT_HOOK], "training_step"
-        output = strategy.direct_step(lean.module, args)
-        own[CURRENT_HOOK] = "optimizer_step"
-        loss = output.get("loss") if type(output) is dict else output
-        if type(loss) is torch.Tensor and (backward := strategy.take_gradients(loss)) is not None:
-            found = self._go_on(loop, optimizer, output, loss, backward)
-        else:
-            found = self._go_on_with_hooks(loop, optimizer, batch_idx, output)
-        strategy.update(optimizer)
+        update = optimizer.step  # what the step puts in its place is for the next one
+        try:
+            output = strategy.direct_step(lean.module, args)
+            own[CURRENT_HOOK] = "optimizer_step"
+            strategy.post_training_step()
+            loss = output.get("loss") if type(output) is dict else output
+            is_usual = type(loss) is torch.Tensor and loop.trainer.accumulate_grad_batches == 1
+            if is_usual and torch.is_grad_enabled() and (backward := strategy.take_gradients(loss)) is not None:
+                found = self._go_on(loop, optimizer, output, loss, backward)
+            else:
+                found = self._go_on_with_hooks(loop, optimizer, batch_idx, output)
+        finally:
+            if not torch.is_grad_enabled():  # as after Lightning's closure
+                torch.set_grad_enabled(True)
+        strategy.update(optimizer, update)
         own[CURRENT_HOOK] = before
         steps.total.completed += 1
         steps.current.completed += 1
@@ -109,7 +132,7 @@ class DirectStep:
 
     def _go_on_with_hooks(self, loop: Any, optimizer: Any, batch_idx: int, output: Any) -> dict[str, Any]:
         lean, own = self._lean, self._lean.module.__dict__
-        result = loop.output_result_cls.from_training_step_output(output, 1)
+        result = loop.output_result_cls.from_training_step_output(output, loop.trainer.accumulate_grad_batches)
         if result.closure_loss is None:
             lean.closure_class.warning_cache.warn(SKIPPED)
         loop.drop_gradients(optimizer, batch_idx)
@@ -117,6 +140,7 @@ class DirectStep:
             own[CURRENT_HOOK] = "backward"
             lean.strategy.backward(result.closure_loss, optimizer)
             own[CURRENT_HOOK] = "optimizer_step"
+        torch.set_grad_enabled(True)  # as after Lightning's closure
         after_closure(precision_of(lean.strategy), lean.module, optimizer)
         return {} if result.loss is None else result.asdict()
 
@@ -124,21 +148,20 @@ class DirectStep:
 def _directly(lean: Any, wrappers: list[Any]) -> Any:
     """Return the optimizer if all that is between the Trainer's loop and the step is Lightning's, or does the same."""
     strategy: Any = lean.strategy
-    namespace, plugin = lean.namespace, precision_of(strategy)
+    namespace, plugin, known = lean.namespace, precision_of(strategy), lean.known
     precision: Any = namespace.submodule("plugins.precision.precision").Precision
-    optimizer: Any = namespace.submodule("core.optimizer")
-    kind: Any = namespace.submodule("strategies.strategy").Strategy
+    nothing: Any = namespace.submodule("core.optimizer").do_nothing_closure
     is_stock = (
         len(wrappers) == 1
         and strategy.is_stock_step
-        and all(getattr(type(strategy), name) is getattr(kind, name) for name in _AROUND)
+        and all(getattr(type(strategy), name) is known[f"strategies.strategy.Strategy.{name}"] for name in _AROUND)
         and strategy.model is lean.module
         and not lean.several_processes
         and getattr(type(plugin), "stock_class", None) is precision
         and not any(name in vars(plugin) for name in _OF_PRECISION)
         and not any(name in vars(strategy) for name in _OF_STRATEGY)
         and lean.hooks.is_stock(lean.module, "optimizer_step")
-        and getattr(wrappers[0].step, "__func__", None) is optimizer.LightningOptimizer.step
-        and all(vars(wrappers[0])[name] is optimizer.do_nothing_closure for name in _OF_WRAPPER[1:])
+        and getattr(wrappers[0].step, "__func__", None) is known["core.optimizer.LightningOptimizer.step"]
+        and all(vars(wrappers[0])[name] is nothing for name in _OF_WRAPPER[1:])
     )
     return wrappers[0].optimizer if is_stock else None

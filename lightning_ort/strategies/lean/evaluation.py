@@ -1,5 +1,6 @@
 """One batch of a validation, a test or a prediction: :class:`LeanEvaluation`, :class:`LeanPrediction`."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from typing_extensions import override
 
 from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning import logger_connector
-from lightning_ort.strategies.lean.run import LeanObject
+from lightning_ort.strategies.lean.run import LeanObject, count
 
 
 class _LeanRun(LeanObject):
@@ -16,6 +17,10 @@ class _LeanRun(LeanObject):
     _data_fetcher: Any
 
     _results: Any
+    num_dataloaders: int
+    max_batches: Any
+    batch_progress: Any
+    _seen_batches_per_dataloader: Any
 
     def run(self) -> Any:
         lean = self._lean
@@ -30,6 +35,28 @@ class _LeanRun(LeanObject):
     def on_run_start(self) -> None:
         super().on_run_start()  # type: ignore[misc]
         self._lean.begin_loop(self._data_fetcher, self._results)
+
+    def _run_windows(self, name: str, batch_idx: int, dataloader_idx: int) -> bool:
+        """Run what may follow a batch without a look in between; return whether that has fetched the next one."""
+        fetcher = self._data_fetcher
+        if fetcher.done or "_lean" not in fetcher.__dict__:
+            return False
+        fetcher.found = self._lean.windows.run(self, fetcher, name, batch_idx + 1, dataloader_idx)
+        return fetcher.found is not None
+
+    def batches_to_event(self, fetcher: Any, done: int, dataloader_idx: int) -> float:
+        """Return how many batches there are, after so many, until the last one of a loader, which counts."""
+        lean = self._lean
+        if lean.trainer.received_sigterm or (self._results is not None and lean.logged and lean.trainer.loggers):
+            return 0
+        last = self.max_batches[dataloader_idx]
+        return 0 if last == math.inf and self.num_dataloaders > 1 else last - done
+
+    def count_batches(self, number: int, dataloader_idx: int) -> None:
+        """Count batches that have run."""
+        count(self.batch_progress, number)
+        if self._results is not None and not self._lean.sanity:
+            self._seen_batches_per_dataloader[dataloader_idx] += number
 
 
 class LeanEvaluation(_LeanRun, lightning_bases.EvaluationLoop):
@@ -72,7 +99,8 @@ class LeanEvaluation(_LeanRun, lightning_bases.EvaluationLoop):
             self._has_run = True
             connector.update_eval_step_metrics(self._seen_batches_per_dataloader[dataloader_idx])
             self._seen_batches_per_dataloader[dataloader_idx] += 1
-        if not progress.is_last_batch and trainer.received_sigterm:
+        has_next = self._run_windows(f"{stage}_step", batch_idx, dataloader_idx)
+        if not progress.is_last_batch and trainer.received_sigterm and not has_next:
             raise lean.sigterm_exception
         return None
 
@@ -107,4 +135,11 @@ class LeanPrediction(_LeanRun, lightning_bases.PredictionLoop):
         current.completed += 1
         if self._return_predictions or keeps:
             self._predictions[dataloader_idx].append(lean.move(predictions, torch.device("cpu")))
+        if not keeps:
+            self._run_windows("predict_step", batch_idx, dataloader_idx)
         return None
+
+    def keep(self, predictions: Any, dataloader_idx: int) -> None:
+        """Keep what a step in a window returns."""
+        if self._return_predictions:
+            self._predictions[dataloader_idx].append(self._lean.move(predictions, torch.device("cpu")))

@@ -15,16 +15,20 @@ else:
 
 
 class LeanFetcher(_PrefetchDataFetcher):
-    """Asks the loader itself, where there is but one."""
+    """Asks the loader itself, where there is but one, or it is the one that is due."""
 
     _lean: LeanRun
+    found: Any = None  # what was fetched and not used
     __reduce_ex__ = LeanObject.__reduce_ex__
 
     @override
     def __next__(self) -> Any:
+        if (found := self.found) is not None:
+            self.found = None
+            return found
         lean = self._lean
         loader, length, ahead = only_loader(self, lean.loaders), self.length, self.batches
-        if loader is None or bool(ahead) != (length is None) or lean.trainer.profiler.__class__ is not lean.no_profiler:
+        if loader is None or bool(ahead) != (length is None) or not lean.on:
             return super().__next__()
         item = ahead.pop(0) if length is None else None  # one is fetched in advance, to know which is the last
         try:

@@ -4,13 +4,14 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from lightning_ort._imports import LightningNamespace, namespace_of
+from lightning_ort._shims import Shims
 from lightning_ort.compat.lightning import precision_of
 from lightning_ort.compat.lightning_loops import parts_of, stock_fetcher
 from lightning_ort.config import TrainerLoop
 from lightning_ort.strategies.lean.evaluation import LeanEvaluation, LeanPrediction
 from lightning_ort.strategies.lean.fetching import LeanFetcher
-from lightning_ort.strategies.lean.known import reason_against
-from lightning_ort.strategies.lean.log import is_lean, lean_log
+from lightning_ort.strategies.lean.known import BARS, EVALUATION, FITS, LOG, PREDICTION, reason_against, unknown_parts
+from lightning_ort.strategies.lean.log import lean_log
 from lightning_ort.strategies.lean.metrics import LeanConnector
 from lightning_ort.strategies.lean.optimization import LeanAutomatic, LeanClosure, LeanManual, LeanPrecision
 from lightning_ort.strategies.lean.run import LeanRun
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _EVALUATIONS = (LeanEvaluation,) * 3
 # for what `parts_of` returns; the loop over epochs stays
 _PARTS = (None, LeanEpochLoop, LeanAutomatic, LeanManual, *_EVALUATIONS, LeanPrediction, LeanConnector)
+_OF = dict.fromkeys(_PARTS[1:4], FITS) | {LeanEvaluation: EVALUATION, LeanPrediction: PREDICTION}
 
 
 class Lean:
@@ -30,28 +32,37 @@ class Lean:
 
     def __init__(self) -> None:
         self._changed: list[Any] = []
-        self._module: Any = None
+        self._shims = Shims()
 
     def setup(self, trainer: "pl.Trainer", strategy: "Strategy", setting: TrainerLoop) -> str:
         """Begin a run; return whether it is lean and, if it is not, why."""
         self.teardown()
+        if setting == "stock":
+            return "Lightning's own: trainer_loop='stock'"
         namespace = namespace_of(type(trainer))
         assert namespace is not None
-        reason = "trainer_loop='stock'" if setting == "stock" else reason_against(namespace, trainer, strategy)
-        if reason:
-            return f"Lightning's own: {reason}"
-        run = LeanRun(namespace, trainer, strategy)
+        try:
+            if reason := reason_against(namespace, trainer):
+                return f"Lightning's own: {reason}"
+            return self._start(namespace, trainer, strategy)
+        except (AttributeError, ImportError) as error:  # of a Lightning in which something is called otherwise
+            self.teardown()
+            return f"Lightning's own: {error}"
+
+    def _start(self, namespace: LightningNamespace, trainer: "pl.Trainer", strategy: "Strategy") -> str:
+        run, stock = LeanRun(namespace, trainer, strategy), unknown_parts(namespace)
         run.closure_class = _subclass(namespace.submodule("loops.optimization.automatic").Closure, LeanClosure)
-        run.watch = functools.partial(_watch, run, stock_fetcher(namespace))
+        run.watch = functools.partial(_watch, run, stock_fetcher(namespace)) if FITS not in stock else lambda _: None
         for thing, lean in zip(parts_of(trainer), _PARTS, strict=True):
-            if lean is not None:
+            if lean is not None and _OF.get(lean) not in stock:
                 self._change(run, thing, _subclass(type(thing), lean))
-        if (plugin := precision_of(strategy)) is not None:
+        if (plugin := precision_of(strategy)) is not None and FITS not in stock:
             self._change(run, plugin, _precision_class(namespace, type(plugin)))
-        if run.hooks.is_stock(run.module, "log"):
-            self._module = run.module
-            vars(run.module)["log"] = lean_log(run)
-        return "lean"
+        if LOG not in stock and run.hooks.is_stock(run.module, "log"):
+            self._shims.put(run.module, "log", lean_log(run))
+        if BARS in stock:
+            run.bars.draws.clear()
+        return "; ".join(["lean", *(f"Lightning's own for {part}, since {why}" for part, why in stock.items())])
 
     def _change(self, run: LeanRun, thing: Any, kind: type) -> None:
         _make_lean(run, thing, kind)
@@ -66,9 +77,8 @@ class Lean:
             thing.__class__ = type(thing).stock_class
             del thing.__dict__["_lean"]
         self._changed.clear()
-        if self._module is not None and is_lean(vars(self._module).get("log")):
-            del vars(self._module)["log"]
-        self._module = None
+        self._shims.remove()
+        self._shims = Shims()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(Lean())  # a copy is in no run

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from lightning_ort.compat.dynamo import is_wrapped
 from lightning_ort.compat.lightning import logger_connector
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, KnownMetric, known_metric
+from lightning_ort.compat.torch import is_wrapped
 from lightning_ort.strategies.lean.run import LeanRun
 from lightning_ort.strategies.race.run_facts import STEPS
 
@@ -62,6 +62,8 @@ class LeanLog:
             if known is not None:
                 self._known[place] = known
         return None
+
+    log.__qualname__ = "LightningModule.log"  # which Python's errors name
 
     def _plain(self, value: Any, known: KnownMetric) -> Any:
         """Return a value as Lightning keeps it, or ``None`` if it is to look at it."""

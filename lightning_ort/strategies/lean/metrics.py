@@ -27,6 +27,11 @@ class LeanConnector(LeanObject, lightning_bases.LoggerConnector):
         results.batch, results.batch_size, results.dataloader_idx = batch, None, dataloader_idx
         self._lean.results = results
 
+    @property
+    def knows_names(self) -> bool:
+        """Whether the first batch of the loop is over, which makes what is logged."""
+        return self._first_loop_iter is False
+
     def logs_again(self, hook: str) -> bool:
         """Note that a hook logs; return whether it does no more in this batch than to log values again."""
         if self._first_loop_iter is not False:
@@ -86,7 +91,7 @@ class LeanConnector(LeanObject, lightning_bases.LoggerConnector):
 
     @override
     def update_eval_step_metrics(self, step: int) -> None:
-        if self._lean.logged and self.trainer.loggers:
+        if not self._lean.on or (self._lean.logged and self.trainer.loggers):
             super().update_eval_step_metrics(step)
 
 

@@ -36,8 +36,16 @@ class LeanClosure(lightning_bases.Closure):
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self.closure()
+        try:
+            return self._run()
+        finally:
+            if not torch.is_grad_enabled():  # the step has switched them off
+                torch.set_grad_enabled(True)
+
+    def _run(self) -> Any:
         lean, loop = self._lean, self._loop
         output = lean.call("training_step", lean.strategy.training_step, *self._args)
+        lean.strategy.post_training_step()
         if output is None and lean.several_processes:
             raise RuntimeError(REFUSED)
         result = loop.output_result_cls.from_training_step_output(output, loop.trainer.accumulate_grad_batches)
@@ -109,6 +117,7 @@ class LeanManual(LeanObject, lightning_bases.ManualOptimization):
         if not lean.on:
             return super().advance(kwargs)
         output = lean.call("training_step", lean.strategy.training_step, *kwargs.values())
+        lean.strategy.post_training_step()
         self._output = self.output_result_cls.from_training_step_output(output).asdict()
         return None
 

@@ -9,10 +9,11 @@ from lightning_ort._imports import LightningNamespace
 from lightning_ort.compat.lightning import PRECISION, precision_of
 from lightning_ort.compat.lightning_loops import CURRENT_HOOK, current_results, says_each_call, transfer_batch
 from lightning_ort.strategies.lean.bars import Bars
-from lightning_ort.strategies.lean.batch_copies import BatchCopies
 from lightning_ort.strategies.lean.direct import DirectStep
-from lightning_ort.strategies.lean.hooks import OF_BATCHES, OF_CLIPPING, Hooks
+from lightning_ort.strategies.lean.hooks import OF_CLIPPING, OF_TRANSFERS, Hooks
+from lightning_ort.strategies.lean.known import Unreplaced
 from lightning_ort.strategies.lean.remembered import Remembered
+from lightning_ort.strategies.lean.windows import Windows
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -40,6 +41,9 @@ class LeanRun:
         self.hooks = Hooks(namespace, self.bars)
         self.run_hook = self.hooks.run
         self.direct = DirectStep(self)
+        self.windows = Windows(self)
+        self._unreplaced = Unreplaced(namespace, trainer, self._tell)
+        self.known, self._loop_is_known = self._unreplaced.known, True
         self.on = False  # whether nobody wants to know of each call that Lightning makes in this batch
         self.stage, self.sanity = "validation", False
         self.is_within_another = (
@@ -53,9 +57,6 @@ class LeanRun:
         base: Any = namespace.submodule("strategies.strategy").Strategy
         self._batch_to_device, self._on_train_batch_start = base.batch_to_device, base.on_train_batch_start
         self.move: Callable[..., Any] = namespace.submodule("strategies.strategy").move_data_to_device
-        ours: Any = strategy
-        if ours.ort_config.debug.record_step:
-            self.move = BatchCopies(self.move, self.device, ours.say_of_recordings)
         self._takes_index: dict[str, tuple[Any, bool]] = {}
         # of the class that defines it: people patch the one that inherits it
         self._convert_input = namespace.submodule("plugins.precision.precision").FabricPrecision.convert_input
@@ -67,8 +68,8 @@ class LeanRun:
             (strategy, (f"{PRECISION}.clip_gradients",)),
         )
         # whether a batch is converted, and whether it is moved to the device as Lightning does it, but for datamodules
-        self._how_to_transfer = Remembered(
-            self._transfers, (self.module, OF_BATCHES), (strategy, ("batch_to_device", f"{PRECISION}.convert_input"))
+        self.how_to_transfer = Remembered(
+            self._transfers, (self.module, OF_TRANSFERS), (strategy, ("batch_to_device", f"{PRECISION}.convert_input"))
         )
 
     def begin(self) -> bool:
@@ -77,12 +78,20 @@ class LeanRun:
             self.trainer.profiler.__class__ is self.no_profiler
             and not self._says_each_call()
             and not self.is_within_another
+            and self._loop_is_known
+            and self._unreplaced.in_batches()
         )
         return self.on
+
+    def _tell(self, name: str) -> None:
+        """Report what somebody has replaced in this run."""
+        report: Any = self.strategy.report  # type: ignore[attr-defined]
+        report.run.trainer_loop = f"lean, but Lightning's own while {name} was replaced"
 
     def begin_loop(self, fetcher: Any, results: Any) -> None:
         """Begin a loop over the batches that a fetcher fetches, which has its metrics in ``results``."""
         self.is_within_another = current_results(self.trainer) is not results
+        self._loop_is_known = self._unreplaced.in_loop()
         self.watch(fetcher)
         self.stage = "test" if self.trainer.testing else "validation"
         self.sanity = self.trainer.sanity_checking
@@ -97,7 +106,7 @@ class LeanRun:
 
     def _transfers(self) -> tuple[bool, bool]:
         convert, move = precision_of(self.strategy).convert_input, self.strategy.batch_to_device
-        moves = getattr(move, "__func__", None) is self._batch_to_device and self.hooks.only_moves(self.module)
+        moves = getattr(move, "__func__", None) is self._batch_to_device and self.hooks.only_is_moved(self.module)
         return getattr(convert, "__func__", None) is not self._convert_input, moves
 
     def takes_index(self, name: str, build: Callable[[], Any]) -> bool:
@@ -126,7 +135,7 @@ class LeanRun:
     def to_device(self, batch: Any, dataloader_idx: int) -> Any:
         """Return a batch on the device."""
         trainer = self.trainer
-        converts, moves = self._how_to_transfer()
+        converts, moves = self.how_to_transfer()
         if converts:
             batch = precision_of(self.strategy).convert_input(batch)
         if not moves or (trainer.datamodule is not None and not self.hooks.only_moves(trainer.datamodule)):
@@ -144,9 +153,20 @@ class LeanRun:
 
     def tell_strategy(self, batch: Any, batch_idx: int) -> None:
         """Call the strategy's hook before a training step."""
-        start = self.strategy.on_train_batch_start
-        if getattr(start, "__func__", None) is not self._on_train_batch_start:
-            self.call("on_train_batch_start", start, batch, batch_idx)
+        if self.tells_strategy:
+            self.call("on_train_batch_start", self.strategy.on_train_batch_start, batch, batch_idx)
+
+    @property
+    def tells_strategy(self) -> bool:
+        """Whether the strategy has a hook before a training step."""
+        return getattr(self.strategy.on_train_batch_start, "__func__", None) is not self._on_train_batch_start
+
+
+def count(progress: Any, number: int) -> None:
+    """Add so many to all numbers that a progress tracks."""
+    for counts in (progress.total, progress.current):
+        for name in vars(counts):
+            vars(counts)[name] += number
 
 
 class LeanObject:

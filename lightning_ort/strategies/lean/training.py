@@ -1,5 +1,6 @@
 """One batch of a fit, around its training step: :class:`LeanEpochLoop`."""
 
+import math
 from typing import Any
 
 from typing_extensions import override
@@ -7,7 +8,8 @@ from typing_extensions import override
 from lightning_ort.compat import lightning_bases
 from lightning_ort.compat.lightning import SIGTERM_BROADCAST, logger_connector, optimizers_of
 from lightning_ort.compat.lightning_loops import BY_TIME, RESTARTING
-from lightning_ort.strategies.lean.run import LeanObject
+from lightning_ort.strategies.lean.run import LeanObject, count
+from lightning_ort.strategies.race.run_facts import TRAINING
 
 _NO_BATCH = "train_dataloader yielded None. If this was on purpose, ignore this warning..."  # as Lightning says it
 
@@ -24,7 +26,8 @@ class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
     def done(self) -> bool:
         trainer, progress = self.trainer, self.batch_progress
         if (
-            not trainer.should_stop
+            self._lean.on
+            and not trainer.should_stop
             and not progress.is_last_batch
             and progress.current.ready != trainer.fit_loop.max_batches
             and (self.max_steps == -1 or self.global_step < self.max_steps)
@@ -54,10 +57,10 @@ class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
             self.val_loop.restarting = False
         if lean.several_processes and self._broadcasts_sigterm:
             getattr(self, SIGTERM_BROADCAST)()
-        batch, *_ = next(data_fetcher)
         progress = self.batch_progress
         total: Any = progress.total
         current: Any = progress.current
+        batch, *_ = lean.windows.run(self, data_fetcher, TRAINING, current.ready) or next(data_fetcher)
         batch_idx = current.ready
         progress.is_last_batch = data_fetcher.done
         batch = lean.to_device(batch, 0)
@@ -119,12 +122,46 @@ class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
         ready = progress.current.ready
         if ready == trainer.fit_loop.max_batches or (self.max_steps != -1 and self.global_step >= self.max_steps):
             return True
-        every: Any = trainer.val_check_batch
-        if every == float("inf"):
-            every = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else 0
-        elif trainer.check_val_every_n_epoch is None:
-            ready = progress.total.ready
-        return bool(every) and ready % every == 0
+        done, every = self._batches_to_validation()
+        return not every or done % every == 0
+
+    def _batches_to_validation(self) -> tuple[int, float]:
+        """Return the batches until now, and after each how many of them the Trainer may validate; infinity if never."""
+        trainer, progress = self.trainer, self.batch_progress
+        ready, every = progress.current.ready, trainer.val_check_batch
+        assert every is not None
+        if every == math.inf:
+            limit = trainer.limit_train_batches
+            return ready, limit if isinstance(limit, int) and limit else math.inf
+        return (progress.total.ready if trainer.check_val_every_n_epoch is None else ready), every
+
+    def batches_to_event(self, fetcher: Any, *_: Any) -> float:
+        """Return how many batches there are until one in which the Trainer does more than to train, which counts."""
+        trainer = self._lean.trainer
+        if (
+            trainer.should_stop
+            or trainer.received_sigterm
+            or trainer.fast_dev_run
+            or trainer.accumulate_grad_batches != 1
+            or trainer.__dict__.get(BY_TIME) is not None
+        ):
+            return 0
+        done, every = self._batches_to_validation()
+        ends = [every - done % every if every else 0, trainer.fit_loop.max_batches - self.batch_progress.current.ready]
+        if fetcher.length is not None:
+            ends.append(fetcher.length - fetcher.fetched)
+        if self.max_steps != -1:
+            ends.append(self.max_steps - self.global_step)
+        if trainer.loggers and (every := trainer.log_every_n_steps):
+            ends.append(every - self._batches_that_stepped % every)
+        return min(ends)
+
+    def count_batches(self, number: int, _: int) -> None:
+        """Count batches that have run, each with an update."""
+        optimizer = self.automatic_optimization.optim_progress.optimizer
+        for part in (self.batch_progress, optimizer.step, optimizer.zero_grad):
+            count(part, number)
+        self._batches_that_stepped += number
 
     def _may_log(self) -> bool:
         trainer = self._lean.trainer
@@ -134,7 +171,7 @@ class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
     @override
     def on_advance_end(self, data_fetcher: Any) -> None:
         trainer = self.trainer
-        if self._skip_next_val or self._may_end_or_validate() or trainer.received_sigterm:
+        if not self._lean.on or self._skip_next_val or self._may_end_or_validate() or trainer.received_sigterm:
             self._lean.bars.catch_up()
             return super().on_advance_end(data_fetcher)
         if self._lean.strategy.lr_scheduler_configs:

@@ -8,14 +8,21 @@ from lightning_ort.strategies.race.terms import Took, Way
 
 CLEAR, LEAST, MOST = 2, 6, 18  # samples of each way in a duel: far apart, usual, close
 FAR, CLOSE = 1.5, 1.1  # ratios of times
+TOGETHER, MANY = 0.002, 16  # seconds of short steps that are timed as one, and how many these are at most
+
+
+def steps_of_turn(seconds: float) -> int:
+    """Return how many steps that take so long are timed as one."""
+    return max(1, min(MANY, int(TOGETHER / seconds))) if seconds > 0 else 1
 
 
 class Duel:
     """Two ways take turns, A B, B A, A B, so that work that alternates from step to step meets both.
 
     Working seconds count: those in which other programs had the processor say nothing about a way. The first step of a
-    way that has not ``ran`` yet does not count, since it allocates; nor do steps that compile. ``memory`` are the bytes
-    that the process used before; 0 if nobody knows. With ``waits`` all seconds count.
+    way that has not ``ran`` yet does not count, since it allocates; nor do steps that compile. A turn has several short
+    steps, whose mean is a sample. ``memory`` are the bytes that the process used before; 0 if nobody knows. With
+    ``waits`` all seconds count.
     """
 
     def __init__(
@@ -33,25 +40,36 @@ class Duel:
         behind = [name for name, count in counts.items() if count == fewest]
         return behind[-(fewest % 2)]
 
+    @property
+    def length(self) -> int:
+        """How many steps it has."""
+        known = self.samples(self.turn)
+        return steps_of_turn(statistics.median(known)) if known else 1
+
     def add(self, way: Way, took: Took) -> None:
-        """Add a step."""
+        """Add a turn."""
         if way in self._fresh:
             self._fresh.discard(way)
         else:
             self.steps[way].append(took)
 
     def samples(self, way: Way) -> list[float]:
-        """Return the seconds of a way's steps."""
+        """Return the seconds of a step in each turn of a way."""
         return [took.seconds if self._waits else took.working for took in self.steps[way]]
+
+    def _total(self, ways: Iterable[Way], beyond: float = 0.0) -> float:
+        """Return the seconds of all steps of ways, and of each those ``beyond`` so many."""
+        pairs = [pair for way in ways for pair in zip(self.steps[way], self.samples(way), strict=True)]
+        return sum(took.steps * max(0.0, seconds - beyond) for took, seconds in pairs)
 
     @property
     def is_over(self) -> bool:
         """Whether there are enough samples."""
         one, other = map(self.samples, self.steps)
         count = len(one)
-        if self._fresh or count < CLEAR or count % 2:  # so both have as many
+        if self._fresh or count < CLEAR or count % 2 or len(other) != count:
             return False
-        if sum(one) + sum(other) < LIMITS.get().duel:
+        if self._total(self.steps) < LIMITS.get().duel:
             return False
         fast, slow = sorted((one, other), key=statistics.median)
         if max(fast) * FAR < min(slow) or count >= MOST:
@@ -86,9 +104,7 @@ class Duel:
 
     def overhead(self, used: Way) -> float:
         """Return the seconds by which steps took longer than the way that was used before usually does."""
-        usual = self.medians[used]
-        others = (self.samples(way) for way in self.steps if way != used)
-        return sum(max(0.0, seconds - usual) for samples in others for seconds in samples)
+        return self._total(self.steps.keys() - {used}, self.medians[used])
 
     def _quartiles(self, way: Way) -> list[float]:
         return statistics.quantiles(self.samples(way), method="inclusive")

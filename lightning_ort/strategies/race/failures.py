@@ -1,7 +1,7 @@
 """What happens when a step cannot be captured as it is: :func:`after_compiling`, the one place that decides it.
 
 Others only say what has failed: the backend, for a graph that differs from eager when it is captured
-(:mod:`lightning_ort.compiler.graphs.conflicts`), and the audits.
+(:mod:`lightning_ort.compiler.graphs.conflicts`).
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from lightning_ort.compat.dynamo_messages import plain_reason
 from lightning_ort.compiler.engines import ENGINES, label_of
 from lightning_ort.compiler.reason import Reason, ReasonType
 from lightning_ort.compiler.running.graph_check import GraphDiffers
-from lightning_ort.strategies.race.terms import Failure, Way
+from lightning_ort.strategies.race.terms import RECORDING, Failure, Way
 
 if TYPE_CHECKING:
     from lightning_ort.strategies.capture.dynamo_monitor import Outcome
@@ -100,15 +100,28 @@ def of_torch_compile(way: Way, why: str) -> Failure:
     return _choice(why, Way(other, way.part) if other else None, ReasonType.INDUCTOR_FAILED)
 
 
+def of_recording(way: Way, why: str, is_wrong: bool) -> Failure:
+    """Return the failure of a step that cannot be recorded, or whose replay was not what the step itself does."""
+    if way != RECORDING:  # an engine
+        if is_wrong:
+            return Failure(Cause(Reason(ReasonType.MISMATCH, f"compiled by {label_of(way.engine)}, {why}"), warns=True))
+        return _choice(why, None, ReasonType.NOT_COMPILED)
+    if is_wrong:
+        text = f"{why}. It runs as it is from now on; to begin again so, pass ORTConfig(engine='torch') to the strategy"
+        return Failure(Cause(Reason(ReasonType.MISMATCH, text), warns=True))
+    return _choice(why, None, ReasonType.NOT_RECORDED)
+
+
 def wrong(why: str) -> Failure:
-    """Return the failure of a step that an audit has found to do something else when it is captured."""
+    """Return the failure of a step that was found to do something else when it is captured."""
     return Failure(Cause(Reason(ReasonType.MISMATCH, why), warns=True), final=True)
 
 
 def describe(way: Way, failure: Failure, was_used: bool) -> str:
     """Say why a way, which ``was_used`` if it was the fastest, cannot go on, and what follows."""
     reason: Reason = failure.why.reason
-    if reason.type is ReasonType.MISMATCH:  # which says it
+    on_engine = way.replays and way != RECORDING  # which runs what was recorded
+    if reason.type is ReasonType.MISMATCH and not on_engine:  # which says it
         return reason.text
     if failure.instead == way:
         follows = "that part stays in PyTorch"
@@ -118,10 +131,10 @@ def describe(way: Way, failure: Failure, was_used: bool) -> str:
             follows = f"{label_of(failure.instead.engine)} is tried instead"
         elif failure.instead.part == "step":
             follows = "the step is captured as two graphs"
-    elif ENGINES[way.engine].backend is not None and not failure.final:
+    elif (on_engine or ENGINES[way.engine].backend is not None) and not failure.final:
         follows = f"{label_of(way.engine)} is {'given up' if was_used else 'not tried'}"
     else:
-        follows = "the step stays uncompiled"
+        follows = "it is not recorded" if way == RECORDING else "the step stays uncompiled"
     return f"{reason.text}; {follows}" + (" (no result changes)" if failure.why.warns else "")
 
 

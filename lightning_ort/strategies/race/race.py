@@ -22,12 +22,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lightning_ort._busy import is_busy
-from lightning_ort.strategies.race.duel import Duel, slowdown_of
-from lightning_ort.strategies.race.terms import UNCHANGED, Event, Expected, Failure, Now, Took, Verdict, Waiting, Way
+from lightning_ort.strategies.race.duel import MOST, Duel, slowdown_of
+from lightning_ort.strategies.race.terms import (
+    RECORDING,
+    UNCHANGED,
+    Event,
+    Expected,
+    Failure,
+    Now,
+    Took,
+    Verdict,
+    Waiting,
+    Way,
+)
 
 FIRST, GROWTH = 3, 1.5  # the rule to start is asked before steps 3, 5, 8, 12, ... of a run
 SAMPLES = 16  # unchanged steps that are timed
 RECHECK, RARER = 200, 5  # steps until the champion meets the unchanged step again, and how many times more after that
+DUELS = 50  # times as many as a duel took more than usual, at least: those of short steps have many
 # times what may be spent: with so much spent, or so much expected, nothing more is compiled, even in the same call
 STOP, GRACE = 2.0, 1.5
 # a way that takes so much more memory has to be so much faster, as shares
@@ -125,9 +137,9 @@ class Race:
 
     @property
     def quiet_steps(self) -> int:
-        """For how many more steps the champion runs and nobody has to ask; :meth:`pass_by` tells of them."""
+        """For how many steps nobody has to ask: they are timed as one, or :meth:`pass_by` tells of them."""
         if self.wants_time:
-            return 0
+            return 1 if self._duel is None else self._duel.length
         ends = [self._next] if self.has_challengers else []
         if self.measured and (self.champion != UNCHANGED or self._doubtful):
             ends.append(self._recheck)
@@ -177,9 +189,9 @@ class Race:
     # Answers
 
     def done(self, took: Took) -> None:
-        """Say how the step went."""
+        """Say how the step went, or each of those that were timed as one."""
         way = self._way
-        self.steps, self._left = self.steps + 1, max(0.0, self._left - 1)
+        self.steps, self._left = self.steps + took.steps, max(0.0, self._left - took.steps)
         if took.compiled:
             # on a busy machine, compiling is no slower than steps, or it costs more of them
             working = took.seconds / min(took.slowdown, self.slowdown)
@@ -200,7 +212,7 @@ class Race:
                 self._to_time -= 1
                 if self._to_time == 0 and self._doubtful and self._agreed("quiet", not is_busy(self.slowdown)):
                     self._try_doubtful()
-            self._save(1)
+            self._save(took.steps)
 
     def spend(self, seconds: float, way: Way | None = None, working: float | None = None) -> None:
         """Count seconds that were spent, on compiling a way if one is named.
@@ -228,6 +240,8 @@ class Race:
                 ways.clear()
             self._duel = None
             self.champion, self._saving = UNCHANGED, 0.0
+        elif way == RECORDING:  # nor is it recorded for another engine
+            self._challengers = deque(one for one in self._challengers if not one.replays)
         elif way in self._challengers:
             self._challengers.remove(way)
         elif way not in self.living:
@@ -245,7 +259,7 @@ class Race:
         found, or else the estimate of its engine. All are working seconds. What has started stops by ``_allowed``, the
         same share of the whole run.
         """
-        share = self._share_of(expected, self._gained)
+        share = self._share_of(expected, self.gained)
         if share <= 0:
             return 0.0
         return math.inf if self.share == NO_LIMIT else max(0.0, share * self._ahead - self.charged)
@@ -259,7 +273,7 @@ class Race:
         return expected.stake * (expected.saves - gained)
 
     @property
-    def _gained(self) -> float:
+    def gained(self) -> float:
         """The share of the unchanged step that the champion saves."""
         return self._saving / self.usual if self.usual > 0 else 0.0
 
@@ -279,7 +293,7 @@ class Race:
                 else:
                     self.champion = way
                 return
-            by_budget = not expected.measured and self._stake_in(expected, self._gained) >= self.share
+            by_budget = not expected.measured and self._stake_in(expected, self.gained) >= self.share
             waiting = Waiting(expected.cost, allowed, self.slowdown, expected.earlier, by_budget)
             self._note(way, "waits", why or expected.why or waiting)
 
@@ -302,7 +316,8 @@ class Race:
         after = self._interval * checked
         verdict = Verdict(after, agreed["memory"] * lost_for_it, duel.is_clear, duel.slowdown, busy)
         self._interval = RARER * self._interval if checked and not busy else RECHECK
-        self._recheck = self.steps + self._interval
+        more_steps = sum(took.steps for turns in duel.steps.values() for took in turns) - 2 * MOST
+        self._recheck = self.steps + max(self._interval, DUELS * more_steps)
         self._note(duel.challenger, "wins" if wins else "loses", verdict, medians)
         if not busy:
             self._try_doubtful()
@@ -365,6 +380,11 @@ class Race:
     def has_challengers(self) -> bool:
         """Whether something is left to try: without measuring, the first that runs stays."""
         return bool(self._challengers) and (self.measured or self.champion == UNCHANGED)
+
+    @property
+    def at_stake(self) -> float:
+        """The working seconds of which something may be saved or spent; infinite if nobody knows."""
+        return math.inf if self.share == NO_LIMIT or self.usual <= 0 else self._ahead
 
     @property
     def _ahead(self) -> float:

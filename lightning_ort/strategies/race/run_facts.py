@@ -1,5 +1,7 @@
 """What all steps of a module know of its run, what is to come of it, and what its config says: :class:`RunFacts`."""
 
+import functools
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -8,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 
 from lightning_ort._busy import LIMITS
 from lightning_ort._imports import LightningNamespace, namespace_of
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
     from lightning_ort.compiler.backend import ORTBackend
 
+
+log = logging.getLogger(__name__)
 
 TRAINING = "training_step"
 STEPS = (TRAINING, "validation_step", "test_step", "predict_step")
@@ -124,15 +128,15 @@ def is_amortized(config: ORTConfig) -> bool:
 def setting_for(config: ORTConfig, device: torch.device) -> EngineSetting:
     """Return the engine that a config asks for.
 
-    By default it is ``"auto"`` if timing decides: on a GPU; on a CPU where steps wait and another engine can compile.
+    By default it is ``"auto"`` if timing decides: on a GPU; on a CPU where steps wait.
     """
     if config.engine is not None:
         return config.engine
     if config.placement != "measured":
         return "ort"
-    waits = is_amortized(config) or config.activation_memory_budget is not None
-    tries_others = device.type == "cuda" or (waits and engines.others_on_cpu())
-    return "auto" if tries_others else "ort"
+    saves_memory = config.activation_memory_budget is not None
+    tries_others = engines.others_on_cpu() if saves_memory else is_amortized(config)
+    return "auto" if device.type == "cuda" or tries_others else "ort"
 
 
 def share_for(config: ORTConfig, device: torch.device) -> float:
@@ -169,7 +173,7 @@ class RunFacts:
         return is_amortized(self.config)
 
     def stays_unchanged(self, name: str) -> bool:
-        """Return whether a step stays as it is: in deterministic mode no time may tell whether compiling pays."""
+        """Return whether a step is never compiled: in deterministic mode no time may tell whether that pays."""
         return self.is_amortized and torch.are_deterministic_algorithms_enabled() and not self.saves_memory(name)
 
     @property
@@ -185,7 +189,7 @@ class RunFacts:
         """Return the share of activations to keep in a step of which memory is the aim."""
         return self.config.activation_memory_budget if name == TRAINING else None
 
-    @property
+    @functools.cached_property
     def setting(self) -> str:
         """The engines that may run a step."""
         return setting_for(self.config, self.device)
@@ -276,11 +280,39 @@ class RunFacts:
         alone = self.device.type != "cuda" or self.module.trainer.world_size == 1
         return alone and self.module.automatic_optimization and not torch.is_anomaly_enabled()
 
-    def record_choice(self, where: str, kind: ReasonType, text: str, announced: bool = False) -> None:
+    @property
+    def compiles_recordings(self) -> bool:
+        """Whether engines compile what was recorded: by default on a CPU. What is not recorded stays unchanged then."""
+        alone = self.device.type == "cpu" and self.module.trainer.world_size == 1
+        return alone and self.is_amortized and self.setting == "auto" and self.config.dropout_masks == "exact"
+
+    @property
+    def captures_on_cpu(self) -> bool:
+        """Whether dynamo may capture steps on a CPU, which finds what it reads only where the world is closed."""
+        return self.device.type == "cpu" and not self.compiles_recordings
+
+    @property
+    def asks_to_compile(self) -> bool:
+        """Whether somebody has asked to compile steps, closed or not."""
+        config = self.config
+        asks = config.engine is not None or config.placement == "always" or config.activation_memory_budget is not None
+        return asks or not self.is_amortized
+
+    @property
+    def may_replay_calls(self) -> bool:
+        """Whether steps may be recorded and replayed: in one process, with the backward pass that the Trainer calls."""
+        alone = self.is_alone and self.module.trainer.world_size == 1
+        return alone and self.module.automatic_optimization and self.device.type == "cpu"
+
+    def record_choice(
+        self, where: str, kind: ReasonType, text: str, announced: bool = False, warns: bool = False
+    ) -> None:
         """Report a choice that was made for the user, once; the console may have told an announced one already."""
         reason = Reason(kind, text)
         is_new = self.backend.report.record_choice(where, reason)
-        if is_new and not (announced and is_announced(self.module.trainer)):
+        if is_new and warns:
+            rank_zero_only(log.warning)("lightning-ort: %s: %s", where, reason)
+        elif is_new and not (announced and is_announced(self.module.trainer)):
             rank_zero_info("lightning-ort: %s: %s", where, reason)
 
     @property

@@ -11,15 +11,22 @@ class Way(NamedTuple):
     """One way to run a step."""
 
     engine: str  # what runs it, of :data:`~lightning_ort.compiler.engines.ENGINES`; ``"torch"`` is the unchanged step
-    part: Literal["step", "modules"] = "step"  # what is compiled: the step, or its child modules
+    # what is compiled: the step, its child modules, or what was recorded of the step
+    part: Literal["step", "modules", "recording"] = "step"
     graphs: int = 2  # of a captured step on ONNX Runtime: 1 if forward and backward pass are one graph, else 2
     threads: int = 0  # of torch, for the unchanged step; 0: as many as it has
+
+    @property
+    def replays(self) -> bool:
+        """Whether calls are replayed that were recorded."""
+        return self.part == "recording"
 
     def __str__(self) -> str:
         return f"{self.engine}/{self.part}/{self.graphs}"
 
 
 UNCHANGED = Way("torch")
+RECORDING = Way("recorded", "recording")
 ON_ONE_THREAD = Way("torch", threads=1)
 
 # What it is told
@@ -50,6 +57,7 @@ class Took:
     projected: float = 0.0
     counts: bool = True  # whether the time says how fast the way is
     memory: float = 0.0  # bytes that the process uses; it matters in duels
+    steps: int = 1  # so many were timed as one, and each took as long on average
 
     @property
     def working(self) -> float:
@@ -71,7 +79,8 @@ class Expected:
     saves: float = 1.0
     why: str = ""  # where that is from, for people; may be empty
     stake: float = 1.0  # the share of what it saves that it may cost at most
-    measured: bool = False  # whether that was measured, by the same program, so that no other share limits it
+    # whether that was measured, by the same program, or is known as well, so that no other share limits it
+    measured: bool = False
     earlier: bool = False  # whether an earlier run on this machine has found what it costs
 
 

@@ -19,8 +19,9 @@ NO_CONTEXT = nullcontext()
 class Turn:
     """The steps from one question to the race to the next: one, or as many as may go on without a question.
 
-    There may be as many as ``quiet``; 0 if the race is to be told how the first, whose time may matter, went.
-    ``synchronize`` waits for the device.
+    There may be as many as ``quiet``; if their time matters, the race is told how each went on average.
+    ``synchronize`` waits for the device. ``threads`` is the unchanged step on as many threads as this way runs on, by
+    default as many as it names.
     """
 
     def __init__(
@@ -29,21 +30,25 @@ class Turn:
         quiet: int = 0,
         is_timed: bool = False,
         synchronize: Callable[[], None] = lambda: None,
+        threads: Way | None = None,
     ) -> None:
         self.way, self.is_timed, self._synchronize = way, is_timed, synchronize
         self.is_unchanged = way.engine == TORCH
-        self.is_plain = not is_timed and way is not ON_ONE_THREAD  # whether nothing is around its parts
-        self.longest, self.otherwise = math.inf, way  # after so many seconds the rest runs in another way
+        self.threads = threads or way  # on how many, as the unchanged step on as many
+        self.is_plain = not is_timed and self.threads is not ON_ONE_THREAD  # whether nothing is around its parts
+        self.longest, self.otherwise = math.inf, way  # after so many seconds in all the rest runs in another way
         self.quiet = max(0, quiet - 1)  # steps that may follow
         self.steps = 0  # that have begun
+        self.is_new = False  # whether it was asked for, and no step of it has begun
         self.captured: Any = None  # what to call, and what to install before
+        self.counts_for_threads = True  # whether the time says how fast it is on so many threads
         self.counts = True  # whether the time says how fast the way is
         self.seconds = self.waited = 0.0
         self.update = Took()  # the optimizer's
         self.operations = 0  # in graphs that were compiled
         self.projected = 0.0  # working seconds of compiling in all, if that is why a part was left uncompiled
         self.began_at = 0  # the number of autograd's first node of the call
-        self._is_passed = quiet > 0  # whether the race need not know how a step went
+        self._is_passed = not is_timed  # whether the race need not know how steps went
         self.compiled = False
         self._watch: Stopwatch | None = None  # within a timed block
         self.call_start = 0.0
@@ -60,6 +65,10 @@ class Turn:
             self.seconds = perf_counter() - self.call_start
         self.compiled, self._is_passed, self.quiet = True, False, 0
 
+    def is_spoiled(self) -> None:
+        """Note that the time of a step says nothing of its way; if times matter, the next one is of another turn."""
+        self.counts, self.quiet = False, 0 if self.is_timed else self.quiet
+
     def may_go_on(self, race: Race, expected: float = 0.0) -> bool:
         """Return whether more may be compiled in the call, of which so many working seconds are expected in all."""
         if not race.may_compile(self.since_call, expected):
@@ -68,15 +77,19 @@ class Turn:
 
     def around(self) -> AbstractContextManager[None]:
         """Return the context of each part of a step that is not plain."""
-        return self.timed() if self.is_timed else OneThreadInAll() if self.way is ON_ONE_THREAD else NO_CONTEXT
+        return self.timed() if self.is_timed else OneThreadInAll() if self.threads is ON_ONE_THREAD else NO_CONTEXT
+
+    def around_update(self) -> AbstractContextManager[None]:
+        """Return that of the optimizer's step, which no compiler is credited with."""
+        return self._timed_update() if self.is_timed else self.around()
 
     @contextmanager
-    def around_update(self) -> Iterator[None]:
-        """Return that of the optimizer's step, which no compiler is credited with."""
+    def _timed_update(self) -> Iterator[None]:
         before = self.seconds, self.waited
-        with self.around():
+        with self.timed():
             yield
-        self.update = Took(self.seconds - before[0], self.waited - before[1])
+        update = self.update
+        self.update = Took(update.seconds + self.seconds - before[0], update.waited + self.waited - before[1])
         self.seconds, self.waited = before
 
     @contextmanager
@@ -88,7 +101,7 @@ class Turn:
         self._synchronize()
         self._watch = Stopwatch()
         try:
-            with OneThreadInAll() if self.way is ON_ONE_THREAD else NO_CONTEXT:
+            with OneThreadInAll() if self.threads is ON_ONE_THREAD else NO_CONTEXT:
                 yield
         finally:
             self._synchronize()
@@ -96,19 +109,23 @@ class Turn:
             self.seconds, self.waited = self.seconds + seconds, self.waited + waited
             self._watch = None
             if self.seconds > self.longest:
-                self.way, self.counts = self.otherwise, False
+                self.threads, self.counts = self.otherwise, False
+                self.way = self.otherwise if self.is_unchanged else self.way
 
     def tell_threads(self, threads: Threads, ends: bool) -> None:
         """Tell who chooses the threads how the steps went; ``ends`` is for the next one."""
-        if not self.is_timed:
+        if not self.is_timed or not self.counts_for_threads:
             threads.pass_by(self.steps)
-        elif self.steps:
-            threads.done(Took(self.seconds + self.update.seconds, self.waited + self.update.waited), ends)
+        elif steps := self.steps:
+            seconds, waited = self.seconds + self.update.seconds, self.waited + self.update.waited
+            threads.done(Took(seconds / steps, waited / steps, steps=steps), ends)
 
     def tell(self, race: Race, memory: Callable[[], float]) -> None:
         """Tell the race how the steps went."""
-        if passed := self.steps - (not self._is_passed and self.steps > 0):
+        steps = 0 if self._is_passed else min(1, self.steps) if self.compiled else self.steps
+        if passed := self.steps - steps:
             race.pass_by(passed)
-        if passed < self.steps:
+        if steps:
             used = 0.0 if race.trying is None else memory()
-            race.done(Took(self.seconds, self.waited, self.compiled, self.projected, self.counts, used))
+            seconds, waited = self.seconds / steps, self.waited / steps
+            race.done(Took(seconds, waited, self.compiled, self.projected, self.counts, used, steps))

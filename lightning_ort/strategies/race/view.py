@@ -12,7 +12,7 @@ import sys
 from lightning_ort._busy import differ, is_busy
 from lightning_ort._memory import peak_bytes
 from lightning_ort._text import duration, plain
-from lightning_ort.compiler.engines import ENGINES, step_label
+from lightning_ort.compiler.engines import ENGINES, RECORDED, step_label
 from lightning_ort.compiler.reason import ReasonType
 from lightning_ort.compiler.run_part import CAPTURED, StepReport
 from lightning_ort.strategies.race.race import Race
@@ -96,7 +96,8 @@ class RaceView:
             run = self._module.backend.report.run
             run.peak_bytes_before = run.peak_bytes_before or peak_bytes(self._module.device) or 0
             label = step_label(event.way.engine)
-            self._print(f"compiling {self._name} for {label}; the first batches take longer ...", _DIM)
+            if event.way.engine != RECORDED:  # which takes no time to speak of
+                self._print(f"compiling {self._name} for {label}; the first batches take longer ...", _DIM)
         elif event.what == "compiles" and not race.measured and not self._excluded:
             self._excluded = True
             if event.way == race.champion and ENGINES[event.way.engine].backend is not None:
@@ -178,7 +179,8 @@ class RaceView:
         # all ways of the engine: as child modules or two graphs, if it could not be compiled as it was
         events = [one for one in race.of_run if one.what == "compiles" and one.way.engine == way.engine]
         found = [event.seconds.values() for event in events]
-        return f"{self._name} compiled in {duration(1000 * sum(map(sum, found)))}"
+        made = "recorded" if way.engine == RECORDED else "compiled"
+        return f"{self._name} {made} in {duration(1000 * sum(map(sum, found)))}"
 
     def _keep(self, way: Way) -> None:
         """Note in the report what runs from now on, whatever the last duel has found."""

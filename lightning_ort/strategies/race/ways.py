@@ -5,6 +5,8 @@ earlier runs on this machine found of a step of the same module, on batches of t
 """
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,31 +17,33 @@ from lightning_ort.compat.torch import sizes_of_tensor
 from lightning_ort.compiler import engines
 from lightning_ort.compiler.cache.cache import Startup
 from lightning_ort.compiler.cache.fingerprint import digest, program
-from lightning_ort.compiler.engines import ENGINES, ORT, TORCH, StepFacts
-from lightning_ort.strategies.audit.snapshot import snapshot, tensors_in
+from lightning_ort.compiler.engines import ENGINES, ORT, RECORDED, TORCH, StepFacts
 from lightning_ort.strategies.race.race import STOP
 from lightning_ort.strategies.race.run_facts import TRAINING, RunFacts
-from lightning_ort.strategies.race.terms import UNCHANGED, Event, Expected, Verdict, Way
+from lightning_ort.strategies.race.terms import RECORDING, UNCHANGED, Event, Expected, Verdict, Way
+from lightning_ort.world.snapshot import snapshot, tensors_in
 
 PER_LAYER = 10  # operations, where no step with gradients was seen
+_TO_LOOK = 0.01  # seconds: the first time in a process it takes half of that
 
 
 def challengers(module: RunFacts, step: str, first: Way) -> list[Way]:
     """Return the ways of a step in the order in which they are tried; ``first`` is that of ONNX Runtime."""
     if module.saves_memory(step):
         return [first if module.setting == "ort" else Way(engines.SAVES_MEMORY, first.part)]
+    recordings = [RECORDING] if first.part == "step" and module.may_replay_calls else []
+    if module.setting == RECORDED or module.stays_unchanged(step):  # but for replays, which have the bits of eager
+        return recordings
     if module.setting == "ort" or not module.is_measured:
         return [first]
     # a recording is of fixed sizes
     records = module.may_record(step) and module.config.dynamic is not True
-    if module.config.debug.record_step and step == TRAINING and first.part == "step":
-        records = False  # of inductor's two graphs: the whole step is one
     order = engines.order(module.device.type == "cuda", step == TRAINING, records)
-    return [
-        first if engine == first.engine else Way(engine, first.part)
-        for engine in order
-        if engine != ORT or module.backend.available
-    ]
+    order = [name for name in order if name != ORT or module.backend.available]
+    if module.compiles_recordings:
+        return [Way(engine, "recording") for engine in order] if recordings else []
+    ways = {RECORDED: RECORDING, first.engine: first}
+    return [ways.get(engine, Way(engine, first.part)) for engine in order if engine != RECORDED or recordings]
 
 
 class Ways:
@@ -47,12 +51,34 @@ class Ways:
 
     def __init__(self, module: RunFacts, name: str, batch: Any) -> None:
         self._module, self._name = module, name
-        self._program = digest(program(), repr(snapshot({"hparams": module.module.hparams})))
-        about = f"{name}\n{_describe(module.module)}\n{_sizes(batch)}"
-        cache, names = module.backend.cache, [engine for engine in ENGINES if engine != TORCH]
-        self._files = {name: cache.name(f"{name}\n{about}", module.settings(name), "start") for name in names}
-        self._known = {engine: self._load(file) for engine, file in self._files.items()}
+        self._program = ""
+        self._loaded = [*sys.modules.values()]  # now, since compiling loads more
+        self._about = f"{name}\n{_describe(module.module)}\n{_sizes(batch)}"
         self._fixed = engines.ort_fixed_cost(not module.backend.compiled_in_process())
+
+    @functools.cached_property
+    def _files(self) -> dict[str, str]:
+        module, names = self._module, [engine for engine in ENGINES if engine not in (TORCH, RECORDED)]
+        name = module.backend.cache.name
+        return {engine: name(f"{engine}\n{self._about}", module.settings(engine), "start") for engine in names}
+
+    @functools.cached_property
+    def _known(self) -> dict[str, Startup | None]:
+        return {engine: self._load(file) for engine, file in self._files.items()}
+
+    def _earlier(self) -> dict[str, Startup | None]:
+        """Return what earlier runs have found, if that can matter."""
+        race = self._module.races.get(self._name)
+        if not self._module.is_amortized:  # whoever wants to start now wants to try again what was in vain
+            return {}
+        return {} if race is not None and race.at_stake < _TO_LOOK else self._known
+
+    def program(self) -> str:
+        """Return a hash of the program that defines the step, of its files as they were when it was first needed."""
+        self._program = self._program or digest(
+            program(self._loaded), repr(snapshot({"hparams": self._module.module.hparams}))
+        )
+        return self._program
 
     def expect(self, way: Way) -> Expected:
         """Return what is expected of a way."""
@@ -60,8 +86,7 @@ class Ways:
         cost = engine.cost(facts)
         if self._module.setting != way.engine and (why := engine.obstacle(facts.on_gpu)):
             return Expected(cost, 0.0, why)
-        # whoever wants to start now wants to try again what was in vain
-        earlier = self._known if self._module.is_amortized else {}
+        earlier = self._earlier()
         refused = next((known.refused for known in earlier.values() if known is not None and known.refused), "")
         if refused:  # for each engine
             why = f"in an earlier run: {refused}; ORTConfig(start='now') tries it again"
@@ -70,13 +95,14 @@ class Ways:
         stake = engines.STAKE if facts.on_gpu else 1.0
         known = earlier.get(way.engine)
         if known is None:
-            return Expected(cost, saves, "", stake)
+            is_sure = engine.stake > 0 and self._module.config.compile_budget is None
+            return Expected(cost, saves, "", engine.stake or stake, is_sure)
         why, measured = "", False
         if {TORCH, way.engine} <= known.ms.keys():
             saves = max(0.0, 1 - known.ms[way.engine] / known.ms[TORCH])
             times = ", ".join(f"{duration(ms)} {engines.label_of(name)}" for name, ms in known.ms.items())
             why = "" if saves else f"in an earlier run the unchanged step was the fastest ({times})"
-            measured = known.program == self._program and self._module.config.compile_budget is None
+            measured = known.program == self.program() and self._module.config.compile_budget is None
             stake = engines.STAKE_IF_KNOWN if measured or facts.on_gpu else 1.0
         if not known.finished:  # it takes more than that
             return Expected(max(STOP * known.cold, cost), saves, why, stake, earlier=True)
@@ -94,6 +120,8 @@ class Ways:
             is_first=not module.backend.compiled_in_process(),
             on_ort=self._spent(name, ORT),
             training=self._spent(TRAINING, way.engine),
+            recorded=way.replays,
+            gained=race.gained if race is not None and way.replays else 0.0,
         )
 
     def projected_cost(self, seconds: float, done: float) -> float:
@@ -120,6 +148,8 @@ class Ways:
         if not self._module.is_amortized and not self._module.is_measured:
             return  # of which no clock may decide anything
         refused = next((str(event.why.reason) for event in events if event.what == "refused"), "")
+        if not any(event.what == "starts" for event in events):
+            return
         for engine, file in self._files.items():
             own = [event for event in events if event.way.engine == engine]
             seconds = sum(_compiling(own, engine), 0.0)
@@ -131,17 +161,17 @@ class Ways:
             finished = not any(event.what in ("fails", "costs too much") for event in own)
             known = self._known[engine]
             if refused:
-                found = Startup(seconds, None, ms, False, refused, self._program)
+                found = Startup(seconds, None, ms, False, refused, self.program())
             elif known is not None and known.finished:
                 found = dataclasses.replace(known, warm=seconds if finished else known.warm)
-                found = dataclasses.replace(found, ms=ms, program=self._program) if ms else found
+                found = dataclasses.replace(found, ms=ms, program=self.program()) if ms else found
             else:
-                found = Startup(seconds, None, ms, finished, program=self._program)
+                found = Startup(seconds, None, ms, finished, program=self.program())
             self._module.backend.cache.write(file, found)
 
     def _load(self, file: str) -> Startup | None:
         known: Startup | None = self._module.backend.cache.read(file, Startup)
-        return None if known is not None and known.refused and known.program != self._program else known
+        return None if known is not None and known.refused and known.program != self.program() else known
 
 
 def _compiling(events: Iterable[Event], engine: str) -> Iterator[float]:

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from lightning_ort.compat.onnxruntime import memory_of, new_binding, run_function
-from lightning_ort.compat.torch import empty_strided_cpu, is_zero_tensor, storage_address, storage_use_count
+from lightning_ort.compat.torch import is_zero_tensor, storage_address
+from lightning_ort.compat.torch_graphs import empty_strided_cpu, storage_use_count
 from lightning_ort.compiler.executors.ort.dtypes import dtype_of, element_type, input_dtype
 from lightning_ort.compiler.executors.ort.providers import provider_of
 from lightning_ort.compiler.executors.ort.streams import OrderedRun, WaitingRun

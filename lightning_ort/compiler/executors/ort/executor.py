@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from typing_extensions import override
 
-from lightning_ort.compat.torch import OpOverload
+from lightning_ort.compat.torch_graphs import OpOverload
 from lightning_ort.compiler.executors.base import Executor
 from lightning_ort.compiler.executors.ort import kept_models, kernels, session
 from lightning_ort.compiler.executors.ort.binding import BoundSession

@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import logging
+import re
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,14 @@ from lightning_ort.compat.onnxruntime import binds_bfloat16, ep_devices, import_
 from lightning_ort.compiler.executors.ort.providers import CPU, PROVIDERS, provider_of
 from lightning_ort.compiler.executors.ort.streams import on_device
 from lightning_ort.compiler.reason import Reason, ReasonType
-from lightning_ort.compiler.regions.region import Region
 from lightning_ort.compiler.regions.reproducer_script import DISABLED_OPTIMIZERS
 from lightning_ort.config import ORTConfig
 
 if TYPE_CHECKING:
     import onnx_ir as ir
     import onnxruntime
+
+    from lightning_ort.compiler.regions.region import Region
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def unavailable(loads: bool = True) -> Reason | None:
 
 
 def _unavailable_text(loads: bool) -> str | None:
-    found = {name: version for name in DISTRIBUTIONS if (version := installed(name))}
+    found = builds()
     if not found:
         return f"no onnxruntime is installed; {INSTALL}"
     if len(found) > 1:
@@ -79,9 +81,27 @@ def _unavailable_text(loads: bool) -> str | None:
 def installed(distribution: str) -> str | None:
     """Return the version of an installed distribution, or ``None``."""
     try:
-        return importlib.metadata.version(distribution)
+        return _version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return None  # until somebody installs it
+
+
+_seen_builds: dict[str, str] = {}
+
+
+def builds() -> dict[str, str]:
+    """Return the installed builds of onnxruntime with their versions, which are looked for until there is one."""
+    if not _seen_builds:
+        _seen_builds.update({name: version for name in DISTRIBUTIONS if (version := installed(name))})
+    return _seen_builds
+
+
+@functools.cache
+def _version(distribution: str) -> str:
+    found = importlib.metadata.distribution(distribution)
+    # `version` parses all of a file that ends with a readme, in a millisecond
+    line = re.search("^Version: *(.*)", found.read_text("METADATA") or "", re.MULTILINE)
+    return line[1] if line else found.version
 
 
 def check_config(config: ORTConfig) -> None:
@@ -136,7 +156,7 @@ def new_session(
     options: "onnxruntime.SessionOptions",
     providers: Sequence[str],
     device: torch.device,
-    region: Region | None = None,
+    region: "Region | None" = None,
     stream: torch.cuda.Stream | None = None,
     *,
     disabled_optimizers: Sequence[str] = DISABLED_OPTIMIZERS,
@@ -159,7 +179,7 @@ def new_session(
 
 
 def with_options(
-    names: Sequence[str], device: torch.device, region: Region | None = None, stream: torch.cuda.Stream | None = None
+    names: Sequence[str], device: torch.device, region: "Region | None" = None, stream: torch.cuda.Stream | None = None
 ) -> list[tuple[str, dict[str, str]]]:
     """Return providers with their options for a device, and for a region if it is for one."""
     # 0 is the default; of a number that is given, 1.31 says that no plug-in has it

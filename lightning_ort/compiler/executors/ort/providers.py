@@ -12,13 +12,15 @@ one of CUDA's: a region differs from eager no more than rounding of its dtype ex
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_ort.compat.onnxruntime import cuda_provider_error
 from lightning_ort.compiler.executors.ort.streams import handle_of
-from lightning_ort.compiler.regions.region import Region
+
+if TYPE_CHECKING:
+    from lightning_ort.compiler.regions.region import Region
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
@@ -44,14 +46,14 @@ class Provider:
 
     tensors: str = ""
     by_default: bool = False
-    options: Callable[[Region, torch.cuda.Stream | None], dict[str, str]] = lambda region, stream: {}
+    options: "Callable[[Region, torch.cuda.Stream | None], dict[str, str]]" = lambda region, stream: {}
     takes_number: bool = False
     takes_stream: bool = False
     asked_alone: bool = False
     load_error: Callable[[], str | None] | None = None
 
 
-def _cuda_options(region: Region, stream: torch.cuda.Stream | None) -> dict[str, str]:
+def _cuda_options(region: "Region", stream: torch.cuda.Stream | None) -> dict[str, str]:
     # on torch's stream the kernels of both are in order
     on_stream = {} if stream is None else {"user_compute_stream": str(handle_of(stream))}
     searches = torch.backends.cudnn.benchmark and not torch.are_deterministic_algorithms_enabled()
@@ -67,7 +69,7 @@ def _cuda_options(region: Region, stream: torch.cuda.Stream | None) -> dict[str,
     }
 
 
-def _may_use_tf32(region: Region) -> bool:
+def _may_use_tf32(region: "Region") -> bool:
     """Whether torch computes all matrix products and convolutions of a region with TF32."""
     targets = {node.target for node in region.module.graph.nodes}
     convolves, multiplies = (not targets.isdisjoint(ops) for ops in ({_CONVOLUTION}, _PRODUCTS))

@@ -9,7 +9,7 @@ import operator
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import OpOverload
+from lightning_ort.compat.torch_graphs import OpOverload
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder
 from lightning_ort.compiler.executors.ort.conversion.metadata import DTYPES
 from lightning_ort.compiler.executors.ort.conversion.registry import TAKES_EMPTY, Unsupported

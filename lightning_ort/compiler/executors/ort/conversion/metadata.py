@@ -7,7 +7,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import expression_of
+from lightning_ort.compat.torch_graphs import expression_of
 from lightning_ort.compiler.executors.ort.conversion.registry import Unsupported
 from lightning_ort.compiler.executors.ort.dtypes import Arg, Scalar, dtype_of, element_type, input_dtype  # noqa: F401  (for converters)
 from lightning_ort.compiler.reason import ReasonType

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import arguments_of
+from lightning_ort.compat.torch_graphs import arguments_of
 from lightning_ort.compiler.executors.ort.conversion.elementary import rsqrt
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value
 from lightning_ort.compiler.executors.ort.conversion.metadata import (

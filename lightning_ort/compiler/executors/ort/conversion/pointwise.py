@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_ort.compat.torch import is_positive, promoted_dtype
+from lightning_ort.compat.torch_graphs import is_positive, promoted_dtype
 from lightning_ort.compiler.executors.ort.conversion import elementary
 from lightning_ort.compiler.executors.ort.conversion.elementary import scaled_mask, where
 from lightning_ort.compiler.executors.ort.conversion.graph import GraphBuilder, Value

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_ort.compat.torch import OpOverload, schema_of
+from lightning_ort.compat.torch_graphs import OpOverload, schema_of
 from lightning_ort.compiler.reason import Reason, ReasonType
 
 Converter = Callable[..., Any]
