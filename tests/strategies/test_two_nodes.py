@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from processes import START, Recorded, fit
 
 from lightning_ort import ORTDDPStrategy, ORTZeRO1Strategy
+from lightning_ort.strategies.distributed.ending import launching
 
 ALWAYS = {"placement": "always"}
 
@@ -61,10 +63,14 @@ def test_equal_two_processes_of_one_node(strategy: type, make_trainer: Callable[
     if strategy is ORTZeRO1Strategy:
         pytest.importorskip("deepspeed")
     stock = fit(Recorded(tmp_path, "stock"), DDPStrategy(start_method=START), make_trainer)
+    with launching(SimpleNamespace(procs=[None])):  # a process of another run, which is none of those forked here
+        pass
     context, port = multiprocessing.get_context("fork"), free_port()
     nodes = [context.Process(target=_node, args=(rank, port, strategy, tmp_path)) for rank in range(2)]
     for node in nodes:
         node.start()
+    with launching(SimpleNamespace(procs=[])):
+        pass
     for node in nodes:
         node.join(300)
         assert node.exitcode == 0

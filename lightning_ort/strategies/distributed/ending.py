@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_ort._shims import Shims
 from lightning_ort.compat import lightning as compat
+from lightning_ort.compat.cpython import in_forked_children
 
 if TYPE_CHECKING:
     import subprocess
@@ -36,18 +37,18 @@ _VARIABLE = "LIGHTNING_ORT_LAUNCHER"
 
 _launcher = 0  # the process that started this one by Lightning's launcher of scripts, which runs in its rank 0
 _children: "list[subprocess.Popen[bytes]]" = []  # what that launcher has started from this process
+in_forked_children(_children.clear)  # to a process that is forked from this one they are no children
 
 
 @contextmanager
 def launching(launcher: Any) -> Iterator[None]:
     """Announce this process to those that the launcher starts within this context, and remember them."""
-    global _children
     os.environ[_VARIABLE] = str(os.getpid())  # only for the processes that are started now
     try:
         yield
     finally:
         del os.environ[_VARIABLE]
-    _children = launcher.procs
+    _children[:] = launcher.procs
 
 
 def is_launched() -> bool:
