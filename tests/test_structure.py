@@ -15,7 +15,7 @@ import lightning_ort
 
 ROOT = Path(lightning_ort.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_LINES = 42_200  # of the whole package; a commit that raises it says why
+MOST_LINES = 42_260  # of the whole package; a commit that raises it says why
 MAX_FUNCTION_LINES = 50
 
 # A module imports from its own layer and from those before it.

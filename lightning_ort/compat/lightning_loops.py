@@ -94,8 +94,11 @@ def idle_hooks(
     def saves(checkpoint: Any, trainer: Any) -> tuple[float, float] | None:
         if checkpoint._train_time_interval is not None:
             return None
-        every = checkpoint._every_n_train_steps
-        return (every - trainer.global_step % every - 1 if every >= 1 else math.inf), math.inf
+        if (every := checkpoint._every_n_train_steps) < 1:
+            return math.inf, math.inf
+        done = trainer.global_step % every
+        # after an update it looks again in each batch whose gradients wait for the next one
+        return (0 if not done and trainer.accumulate_grad_batches > 1 else every - done - 1), math.inf
 
     def stops(timer: Any, trainer: Any) -> tuple[float, float]:
         if timer._interval != "step" or timer._duration is None:

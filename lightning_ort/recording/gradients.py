@@ -48,8 +48,7 @@ class WaitingGradients:
         self._loss = None  # which refers to this object
         self._taken(None)
         gradients, self._gradients = self._gradients, []
-        if not accumulate(self._parameters, gradients):
-            torch.autograd.backward(self._parameters, gradients)
+        accumulate_in_any_case(self._parameters, gradients)
 
     def _take(self, loss: torch.Tensor) -> None:
         if not self._gradients:
@@ -64,8 +63,13 @@ class WaitingGradients:
         self._taken(tangent)
         if gradients is self._gradients:
             self._gradients = []
-        if not accumulate(self._parameters, gradients):
-            torch.autograd.backward(self._parameters, gradients)
+        accumulate_in_any_case(self._parameters, gradients)
+
+
+def accumulate_in_any_case(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Add gradients to those of the parameters as autograd's engine does, or have it do that."""
+    if not accumulate(parameters, gradients):
+        torch.autograd.backward(parameters, gradients)
 
 
 def accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:

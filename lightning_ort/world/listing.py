@@ -18,7 +18,16 @@ from lightning_ort.world.flat import PLAIN, Flat
 from lightning_ort.world.handed_on import HandedOn
 from lightning_ort.world.held import parts_of
 from lightning_ort.world.memory import OF_LIGHTNING, Memory
-from lightning_ort.world.objects import ALWAYS, MACHINERY, MAX_ITEMS, WRAPPERS, Part, Surroundings, is_array
+from lightning_ort.world.objects import (
+    ALWAYS,
+    MACHINERY,
+    MAX_ITEMS,
+    WRAPPERS,
+    Part,
+    Surroundings,
+    is_array,
+    own_attribute,
+)
 from lightning_ort.world.places import Place
 from lightning_ort.world.watch import Opening, Other, Ran, Watch
 
@@ -154,7 +163,7 @@ class Listing:
         for value in (part for one in values for part in (parts_of(one) or ((), ()))[1]):
             if self._names.any or id(value) in self._watch.read_by_user:
                 self._open("it reads attributes by names that are not in its code", type(value).__name__)
-            if isinstance(own := getattr(value, "__dict__", None), dict):
+            if isinstance(own := own_attribute(value, "__dict__"), dict):
                 there = self._names.of_user & own.keys()
                 self.flat.add_object(value)
                 self.flat.add_items(own, sorted(there), type(value).__name__)

@@ -67,6 +67,14 @@ WRAPPERS |= {
 }
 
 
+def own_attribute(owner: Any, name: str) -> Any:
+    """Return an attribute, or ``None``, without any code of others, as a ``__getattr__`` is."""
+    try:
+        return object.__getattribute__(owner, name)
+    except AttributeError:
+        return None
+
+
 @dataclass
 class Part:
     """A place that holds values: a dictionary, a list, the attributes of an object.
@@ -103,7 +111,7 @@ class Part:
         if is_array(self.owner):
             return (self.owner.tobytes(),)
         if self.names:
-            return tuple(getattr(self.owner, name, None) for name in self.names)
+            return tuple(own_attribute(self.owner, name) for name in self.names)
         if self.is_items:
             return (*self.owner, *self.owner.values())
         return tuple(self.owner)
@@ -113,7 +121,7 @@ class Part:
         if is_array(self.owner):
             return
         if self.names:
-            yield from ((name, getattr(self.owner, name, None)) for name in self.names)
+            yield from ((name, own_attribute(self.owner, name)) for name in self.names)
         elif self.is_items:
             yield from self.owner.items()
         else:
@@ -179,7 +187,7 @@ class Surroundings:
             return [Part(value, what)]
         if kind in _PLAIN_BOXES or f"{kind.__module__}.{kind.__name__}" in _NAMES_OF_FIXED:
             return parts
-        if isinstance(own := getattr(value, "__dict__", None), dict):
+        if isinstance(own := own_attribute(value, "__dict__"), dict):
             parts.append(Part(own, what, value))
         if slots := tuple(_slots(kind)):
             parts.append(Part(value, what, value, slots))

@@ -197,6 +197,7 @@ def run(seed: int, engine: str, folder: Path) -> tuple[list[Any], int]:
     settings["val_check_interval"] = draw.choice([1.0, 1.0, 10, 7])
     settings["max_steps"] = draw.choice([-1, -1, 60, 77])
     kind = draw.choice(["tensors", "tensors", "rows", "ordered", "stream"])
+    settings["accumulate_grad_batches"] = draw.choice([1, 1, 2, 3])
     trainer = fit(module, engine, loader_of(kind), **settings)
     seen.record.append(state_of(trainer))
     for path in sorted(folder.glob("*.ckpt"), key=lambda path: path.name):
@@ -221,9 +222,22 @@ def test_what_is_seen_is_what_is_seen_without(seed: int, tmp_path: Path) -> None
     check(seed, tmp_path)
 
 
-def test_most_steps_of_a_plain_fit_run_in_windows() -> None:
-    trainer = fit(Net(), "recorded", loader_of("tensors"), max_epochs=6)
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_most_steps_of_a_plain_fit_run_in_windows(accumulated: int) -> None:
+    trainer = fit(Net(), "recorded", loader_of("tensors"), max_epochs=6, accumulate_grad_batches=accumulated)
     assert in_windows(trainer) > 150
+    assert trainer.global_step == 6 * -(-trainer.num_training_batches // accumulated)
+
+
+def test_a_callback_changes_how_many_batches_an_update_has() -> None:
+    """What was recorded with another share of the loss has no windows; updates are those of stock."""
+    states = []
+    for engine in ("torch", "recorded"):
+        callbacks = [pl.callbacks.GradientAccumulationScheduler({2: 3, 4: 2})]
+        trainer = fit(Net(), engine, loader_of("tensors"), max_epochs=6, callbacks=callbacks)
+        states.append(state_of(trainer))
+    assert in_windows(trainer) > 50
+    assert states[0] == states[1]
 
 
 def test_duels_of_short_steps_leave_windows(

@@ -390,3 +390,20 @@ def test_hooks_of_a_backward_pass_that_are_open() -> None:
     module = Step(lambda m, x, loss: loss)
     module.net.weight.register_hook(lambda grad: print("", end=""))
     assert "print" in reasons(observed(module.training_step, BATCH, 0))
+
+
+def test_looking_calls_nothing_of_the_objects() -> None:
+    called = []
+
+    class Odd:
+        __slots__ = ("value",)
+
+        def __getattr__(self, name: str) -> Any:
+            called.append(name)
+            raise ValueError(name)
+
+    module = Plain(nn.Identity(), 8)
+    vars(module)["odd"] = Odd()
+    world = observed(module.training_step, (X, Y), 0)
+    assert not called
+    assert "cannot be read" not in reasons(world)

@@ -88,6 +88,7 @@ class CapturedStep(AbstractContextManager[None]):
             module.let_wait,
             module.writes_gradients,
             module.at_window_start,
+            lambda: 1 / module.module.trainer.accumulate_grad_batches,
             lambda: module.module.trainer.current_epoch,
             self._compile_recording,
         )

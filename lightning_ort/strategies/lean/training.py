@@ -142,26 +142,32 @@ class LeanEpochLoop(LeanObject, lightning_bases.TrainingEpochLoop):
             trainer.should_stop
             or trainer.received_sigterm
             or trainer.fast_dev_run
-            or trainer.accumulate_grad_batches != 1
             or trainer.__dict__.get(BY_TIME) is not None
         ):
             return 0
+        ready, accumulated = self.batch_progress.current.ready, trainer.accumulate_grad_batches
+        begun = ready % accumulated  # batches whose gradients wait for others
         done, every = self._batches_to_validation()
-        ends = [every - done % every if every else 0, trainer.fit_loop.max_batches - self.batch_progress.current.ready]
+        ends = [every - done % every if every else 0, trainer.fit_loop.max_batches - ready]
         if fetcher.length is not None:
             ends.append(fetcher.length - fetcher.fetched)
         if self.max_steps != -1:
-            ends.append(self.max_steps - self.global_step)
+            ends.append((self.max_steps - self.global_step) * accumulated - begun)
         if trainer.loggers and (every := trainer.log_every_n_steps):
-            ends.append(every - self._batches_that_stepped % every)
+            # all batches of an update that is logged are looked at
+            ends.append(max(1, (every - 1 - self._batches_that_stepped % every) * accumulated - begun + 1))
         return min(ends)
 
     def count_batches(self, number: int, _: int) -> None:
-        """Count batches that have run, each with an update."""
+        """Count batches that have run, with their updates."""
         optimizer = self.automatic_optimization.optim_progress.optimizer
-        for part in (self.batch_progress, optimizer.step, optimizer.zero_grad):
-            count(part, number)
-        self._batches_that_stepped += number
+        accumulated, before = self.trainer.accumulate_grad_batches, self.batch_progress.current.ready
+        after = before + number
+        updates = after // accumulated - before // accumulated
+        count(self.batch_progress, number)
+        count(optimizer.step, updates)
+        count(optimizer.zero_grad, -(-after // accumulated) - -(-before // accumulated))
+        self._batches_that_stepped += updates
 
     def _may_log(self) -> bool:
         trainer = self._lean.trainer

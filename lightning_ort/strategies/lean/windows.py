@@ -43,6 +43,8 @@ class Windows:
             cycle = only_loader(fetcher, lean.loaders)
             is_pure = cycle is not None and made_by_torch(cycle.iterators[0], is_made_of_tensors)
             window.is_pure = is_pure and not schedules
+            if name == TRAINING:
+                window.accumulated, window.begun = lean.trainer.accumulate_grad_batches, done
             running = _Running(lean, loop, name, loader, window, schedules)
             item = running.run(fetcher, min(steps, window.steps), seconds)
             if item is not None or not window.done:

@@ -217,6 +217,8 @@ def _why_waiting(event: Event, advises: bool = True) -> str:
     why, origin = event.why, ", by an earlier run" * event.why.earlier
     limit = "compile_budget allows" if why.by_budget else "it is worth at most"
     cost, allowed = (duration(1000 * each) for each in (why.cost, why.allowed))
+    if event.way.engine == RECORDED:
+        return f"about {cost} to record; {limit} {allowed}{_busy(why)}"
     text = f"about {cost} to compile{origin}; {limit} {allowed}{_busy(why)}"
     return text + "; ORTConfig(start='now') compiles at once" * advises
 

@@ -78,6 +78,7 @@ class RecordedStep:
         leave: Gets the gradients of a replay, which wait for its backward pass.
         may_leave: Returns whether they may: nobody else takes part in that.
         begins: Returns whether no gradients are accumulated now.
+        share: Returns by what the loss is multiplied before the backward pass.
         epoch: Returns the number of the epoch.
         compile: Takes the name of an engine, a program and its inputs; returns what runs it, or raises ``Refused`` or
             ``Stopped``.
@@ -95,11 +96,12 @@ class RecordedStep:
         leave: Callable[[WaitingGradients], None],
         may_leave: Callable[[], bool],
         begins: Callable[[], bool],
+        share: Callable[[], float],
         epoch: Callable[[], int],
         compile: Callable[[str, Program, Sequence[Tensor]], Callable[..., Sequence[Any]]],
     ) -> None:
         self._module, self._trains, self._fail, self._epoch = module, trains, fail, epoch
-        self._leave, self._may_leave, self._begins = leave, may_leave, begins
+        self._leave, self._may_leave, self._begins, self._share = leave, may_leave, begins, share
         self._recordings: dict[Any, Recording | None] = {}
         self._compile = compile
         # by engine, with the one signature that it is compiled for: others are few, such as the last batch of an epoch
@@ -165,6 +167,9 @@ class RecordedStep:
                 return self._record(call, args, tensors, signature)
             return call(*args, **kwargs)
         recording = self._recordings[signature]
+        if recording is not None and self._has_another_share(recording):
+            self.release()
+            return call(*args, **kwargs)
         if recording is None or not recording.takes(tensors, storages) or not self._holds(recording, engine):
             return call(*args, **kwargs)
         if engine != RECORDED and (recording := self._on(engine, recording, signature, tensors)) is None:
@@ -184,7 +189,9 @@ class RecordedStep:
         recording, (_, (_, batch, *others), _, *places), last = self.last
         reads_others = any(others[:1]) or any(one not in (None, (int, loader)) for one in others[1:])
         steps = (recording.due - recording.runs) * (last == engine)
-        if steps < 1 or reads_others or self._epoch() >= recording.epoch or not recording.world.holds():
+        if steps < 1 or reads_others or self._epoch() >= recording.epoch or self._has_another_share(recording):
+            return None
+        if not recording.world.holds():
             return None
         return Window(recording, batch, tuple(places), steps)
 
@@ -193,6 +200,10 @@ class RecordedStep:
         window.recording.runs += window.done
         self.replayed += window.done
         self.in_windows += window.done
+
+    def _has_another_share(self, recording: Recording) -> bool:
+        """Return whether another share of the loss is differentiated now: to multiply gradients rounds otherwise."""
+        return recording.loss is not None and recording.expected[0] != self._share()
 
     def _is_worth_recording(self, signature: Any) -> bool:
         """Return whether arguments of a signature are likely to come again: they have before, or are the first."""

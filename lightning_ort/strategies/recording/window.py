@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_ort.recording.gradients import accumulate_in_any_case
 from lightning_ort.recording.replay import Foreign, flatten
 from lightning_ort.strategies.recording.recording import Recording, shared
 from lightning_ort.world import storage_of
@@ -32,14 +33,17 @@ class Window:
         recording: As it is given.
         parameters: Those that get gradients.
         is_pure: Whether nothing but torch's own code makes the batches; else the world is looked at after each.
+        accumulated: The number of batches whose gradients are added up for an update.
+        begun: The batches before the window, from one on that begins with new gradients.
     """
 
-    is_pure = False
+    is_pure, accumulated, begun = False, 1, 0
 
     def __init__(self, recording: Recording, batch: Any, places: tuple[Any, ...], steps: int) -> None:
         self.steps, self.done = steps, 0
         self.recording, self._batch, self._shared = recording, batch, places
         self._results: Sequence[Tensor] | None = None
+        self._has_updated = False
         self.parameters = recording.parameters
         self._first = len(recording.replay) - len(self.parameters)  # of the results that are gradients
         self.has_effects = bool(recording.effects or recording.writes)
@@ -72,8 +76,9 @@ class Window:
 
     def step(self, tensors: list[Tensor], clip: Callable[[], None] | None = None) -> bool:
         """Run one step; return whether it could be replayed: nothing was done if not."""
-        turn = self._turn
-        if self._results is None or clip is not None:
+        turn, accumulated = self._turn, self.accumulated
+        begins = accumulated == 1 or (self.begun + self.done) % accumulated == 0
+        if begins and (self._results is None or clip is not None or accumulated > 1):
             for parameter in self.parameters:
                 parameter.grad = None
         self._results = None  # memory for the next ones
@@ -103,17 +108,25 @@ class Window:
     def _go_on(self, clip: Callable[[], None] | None) -> bool:
         if self._update is None or self._results is None:
             return True
-        if clip is not None:
+        gradients = self._results[self._first :]
+        if self.accumulated > 1:
+            accumulate_in_any_case(self.parameters, gradients)
+            if (self.begun + self.done + 1) % self.accumulated:
+                return True
+            gradients = [one.grad for one in self.parameters if one.grad is not None]
+        elif clip is not None:
             self._leave()
+        if clip is not None:
             clip()
-        self._update(self._results[self._first :])
+        self._update(gradients)
+        self._has_updated = True
         return True
 
     def leave(self) -> None:
         """Leave behind what steps leave: gradients, and states of the optimizer."""
-        if self._results is not None:
+        if self._results is not None and self.accumulated == 1:
             self._leave()
-        if self.done and self._update is not None:
+        if self._has_updated and self._update is not None:
             self._update.end()
 
     def _leave(self) -> None:
