@@ -27,7 +27,7 @@ from lightning_ort.cli.load import load
 from lightning_ort.compiler.report.data import GraphReport, RegionReport
 from lightning_ort.compiler.report.report import CompileReport
 from lightning_ort.compiler.run_part import StepReport
-from lightning_ort.tuning import project
+from lightning_ort.tuning import project, trainer_process
 from lightning_ort.tuning.candidate import Candidate, configured
 from lightning_ort.tuning.project import Project
 from lightning_ort.tuning.trainer_process import Sample, VariantFailed
@@ -161,6 +161,7 @@ def test_a_variant_that_fails_leaves_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limits: Callable[..., None]
 ) -> None:
     monkeypatch.setattr(Stopwatch, "slowdown", 3.0)
+    monkeypatch.setattr(trainer_process, "start_method", lambda: "fork")  # which has what is replaced here
     limits(slowdown=1.25)
     arguments = ["--variants", "stock", "stock+adamw_apex_fused", "--rounds=1", "--steps=1", "--warm-up=1"]
     run(monkeypatch, f"{MODULES}:Small", *arguments)

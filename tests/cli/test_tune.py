@@ -23,7 +23,7 @@ from lightning_ort import TuneResult
 from lightning_ort._busy import Stopwatch
 from lightning_ort.cli import main
 from lightning_ort.cli import tune as command
-from lightning_ort.tuning import api, measuring, probe, search
+from lightning_ort.tuning import api, measuring, probe, search, trainer_process
 from lightning_ort.tuning.candidate import Candidate, TuneError
 from lightning_ort.tuning.project import Project
 from lightning_ort.tuning.trials import Speed
@@ -102,6 +102,7 @@ def test_a_project_of_lightning_cli(
 ) -> None:
     limits(slowdown=1.25)
     monkeypatch.setattr(Stopwatch, "slowdown", 3.0)
+    monkeypatch.setattr(trainer_process, "start_method", lambda: "fork")  # which has what is replaced here
     run(monkeypatch, "--config=config.yaml", f"--time={SECONDS:.0f}s", "-o", "tuned.yaml")
     shown = capsys.readouterr().out
     found = json.loads((project / "tuned.json").read_text())
