@@ -73,8 +73,8 @@ def outlook_of(trainer: "pl.Trainer", namespace: LightningNamespace, name: str, 
 def at_window_start(trainer: "pl.Trainer") -> bool:
     """Return whether no gradients are accumulated now."""
     # within a batch and between two
-    batch_idx = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-    return not trainer.training or batch_idx % trainer.accumulate_grad_batches == 0
+    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return not trainer.training or current.processed % trainer.accumulate_grad_batches == 0
 
 
 def _training_batches(trainer: "pl.Trainer") -> float | None:
